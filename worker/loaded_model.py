@@ -24,7 +24,7 @@ from proto.messages.lifecycle import (
     describe_weights,
 )
 from proto.messages.prepared_model import PreparedModel
-from proto.settings.config import LoRAConfig, ServeConfig
+from proto.settings.config import LoRAConfig, ServeConfig, memory_size
 from proto.settings.kv_media_checks import kv_outlives_process
 from proto.settings.pooler_config import pooler_of
 from proto.settings.speculative_config import HEAD_METHODS
@@ -50,6 +50,7 @@ from worker.models.registry import model_spec, read_config
 from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
+from worker.models.vision.encoder import VisionEncoder, load_vision
 from worker.parallel.group import RankGroup
 from worker.plan.draft_settings import (
     draft_cache,
@@ -62,7 +63,6 @@ from worker.plan.memory_plan import MemoryPlan, layer_cache, max_logged_tokens, 
 from worker.plan.memory_refusal import refusal
 from worker.speculation.eagle_head import EagleHead, load_head, read_head
 from worker.step.adapter_store import AdapterStore
-from worker.step.encoder_cache import VisionEncoder
 from worker.step.pooling import PoolingHead
 
 logger = logging.getLogger("tokend.worker")
@@ -261,6 +261,10 @@ def load(
     logger.info("weights: %s", describe_weights(memory))
     if notice := describe_dense_weights(weight_format):
         report(Notice("worker", group.rank, notice))
+    vision = None
+    if pooler is None and prepared.vision is not None:
+        vision = load_vision(prepared, dtype, device)
+        logger.info("vision part: %s", memory_size(plan.vision_bytes))
     layout, geometry = layer_cache(model.spec, kv_dtype, max_logged_tokens(config))
     attention_kernels = device.choose_attention(
         model.spec.attention_shape, dtype, kv_dtype, prepared.folder
@@ -284,6 +288,7 @@ def load(
         pooling_head=None if pooler is None else PoolingHead.load(pooler, prepared),
         attention_kernels=attention_kernels,
         draft=loaded_draft,
+        vision=vision,
         adapters=None
         if targets is None
         else adapter_store(config.lora, prepared, whole, targets, dtype, device, group),

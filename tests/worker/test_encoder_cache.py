@@ -38,7 +38,7 @@ class Cache:
 
     def __init__(self, folder: Path, *features: MultiModalFeature) -> None:
         self.encoder = PixelEncoder()
-        self.cache = EncoderCache(self.encoder, str(folder))
+        self.cache = EncoderCache(self.encoder, str(folder))  # type: ignore[arg-type]
         self.features = features
 
     def encode(

@@ -16,18 +16,28 @@ from numpy.typing import NDArray
 
 from proto.messages.multimodal import EncoderSlice, MultiModalFeature, SharedPixels
 from proto.messages.prepared_model import VisionFacts
-from proto.messages.sampling_params import SamplingParams
 from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.real_engine import BLOCK, load, runner_of
 from tests.fakes.tiny_checkpoints import save_tiny
-from tests.fakes.vision import IMAGE_TOKEN, VISION, PixelEncoder, save_image
+from tests.fakes.vision import (
+    IMAGE_TOKEN,
+    NUM_PAGES,
+    VISION,
+    PixelEncoder,
+    blocks_of,
+    generate,
+    going_on,
+    new_request,
+    save_image,
+    step_of,
+    whole,
+)
 from worker.batch.input_batch import InputBatch, PromptImages, build_inputs
 from worker.models.decoder import Decoder
 from worker.step.encoder_cache import EncoderCache
 from worker.step.model_runner import ModelRunner
 
-NUM_PAGES = 20
 NUM_OUTPUTS = 6
 IMG = IMAGE_TOKEN
 PROMPT = [5, 6, 7, 40, IMG, IMG, IMG, IMG, IMG, 41, 8, 40, IMG, IMG, 42, IMG, IMG, 41, 9, 10, 11]
@@ -51,7 +61,7 @@ class Images:
         ]
 
     def runner(self) -> ModelRunner:
-        cache = EncoderCache(PixelEncoder(), str(self.folder))
+        cache = EncoderCache(PixelEncoder(), str(self.folder))  # type: ignore[arg-type]
         return runner_of(self.decoder, 4 * NUM_PAGES, vision=VISION, encoder_cache=cache)
 
     @property
@@ -66,8 +76,8 @@ class Images:
     def expected(self) -> list[int]:
         """The answer to the prompt given as embeddings."""
         runner = self.runner()
-        given = new_request(1, prompt_embeds=self.embeds)
-        return generate(runner, [step_of([given])])
+        given = request(1, prompt_embeds=self.embeds)
+        return answer(runner, [step_of([given])])
 
 
 @pytest.fixture(scope="module")
@@ -75,93 +85,34 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
     return Images(tmp_path_factory.mktemp("images"))
 
 
-def blocks_of(seq_id: int) -> list[list[int]]:
-    return [list(range(1 + NUM_PAGES * (seq_id - 1), 1 + NUM_PAGES * seq_id))]
+def request(seq_id: int, **fields: Any) -> NewRequestData:
+    return new_request(seq_id, PROMPT, **fields)
 
 
-def new_request(seq_id: int, **fields: Any) -> NewRequestData:
-    return NewRequestData(
-        **{
-            "seq_id": seq_id,
-            "prompt_token_ids": PROMPT,
-            "output_token_ids": [],
-            "sampling_params": SamplingParams(max_tokens=99, temperature=0.0),
-            "seed": 0,
-            "choice": 0,
-            "block_ids": blocks_of(seq_id),
-            "num_computed_tokens": 0,
-            "num_scheduled_tokens": len(PROMPT),
-            **fields,
-        }
-    )
-
-
-def step_of(
-    new: Sequence[NewRequestData] = (), cached: CachedRequestData | None = None, **fields: Any
-) -> SchedulerOutput:
-    cached = cached or CachedRequestData()
-    counts = [each.num_scheduled_tokens for each in new] + cached.num_scheduled_tokens
-    return SchedulerOutput(
-        **{
-            "epoch": 1,
-            "step": 1,
-            "new_requests": list(new),
-            "cached_requests": cached,
-            "total_num_scheduled_tokens": sum(counts),
-            "finished_seq_ids": [],
-            "preempted_seq_ids": [],
-            **fields,
-        }
-    )
-
-
-def going_on(seq_id: int, computed: int, count: int, **fields: Any) -> SchedulerOutput:
-    """A step that continues a sequence."""
-    return step_of(
-        cached=CachedRequestData([seq_id], [computed], [count], [None], [], []), **fields
-    )
-
-
-def whole(index: int, feature: MultiModalFeature, seq_id: int = 1) -> EncoderSlice:
-    return EncoderSlice(seq_id, index, 0, feature.num_embeds)
-
-
-def generate(runner: ModelRunner, steps: Sequence[SchedulerOutput], seq_id: int = 1) -> list[int]:
-    """Run the steps of a prompt, then decode; return the tokens."""
-    tokens: list[int] = []
-    for step in steps:
-        output = runner.execute(step)
-        assert output.failed_seq_ids == []
-        assert output.failed_mm_hashes == []
-        for sampled in output.sampled_token_ids:
-            tokens += sampled
-    while len(tokens) < NUM_OUTPUTS:
-        output = runner.execute(going_on(seq_id, len(PROMPT) + len(tokens) - 1, 1))
-        (sampled,) = output.sampled_token_ids
-        tokens += sampled
-    return tokens
+def answer(runner: ModelRunner, steps: Sequence[SchedulerOutput], seq_id: int = 1) -> list[int]:
+    return generate(runner, steps, len(PROMPT), NUM_OUTPUTS, seq_id)
 
 
 def test_images_take_the_place_of_embeddings(images: Images) -> None:
     """In one step; the tokens of the prompt without images give another answer."""
     slices = [whole(index, each) for index, each in enumerate(images.features)]
-    step = step_of([new_request(1, mm_features=images.features)], scheduled_encoder_inputs=slices)
+    step = step_of([request(1, mm_features=images.features)], scheduled_encoder_inputs=slices)
     expected = images.expected()
-    assert generate(images.runner(), [step]) == expected
-    assert generate(images.runner(), [step_of([new_request(1)])]) != expected
+    assert answer(images.runner(), [step]) == expected
+    assert answer(images.runner(), [step_of([request(1)])]) != expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 12])
 def test_images_in_chunks(images: Images, size: int) -> None:
     """Chunks that begin and end anywhere, each after the images that it needs are encoded."""
     first, second = images.features
-    request = new_request(1, mm_features=images.features, num_scheduled_tokens=size)
-    steps = [step_of([request], scheduled_encoder_inputs=[whole(0, first)])]
+    first_chunk = request(1, mm_features=images.features, num_scheduled_tokens=size)
+    steps = [step_of([first_chunk], scheduled_encoder_inputs=[whole(0, first)])]
     for start in range(size, len(PROMPT), size):
         slices = [whole(1, second)] if start == size else []
         count = min(size, len(PROMPT) - start)
         steps.append(going_on(1, start, count, scheduled_encoder_inputs=slices))
-    assert generate(images.runner(), steps) == images.expected()
+    assert answer(images.runner(), steps) == images.expected()
 
 
 def test_steps_that_only_encode(images: Images) -> None:
@@ -173,21 +124,21 @@ def test_steps_that_only_encode(images: Images) -> None:
     assert output.encoder_seconds > 0.0
     steps = [
         step_of(
-            [new_request(1, mm_features=images.features, num_scheduled_tokens=11)],
+            [request(1, mm_features=images.features, num_scheduled_tokens=11)],
             scheduled_encoder_inputs=[EncoderSlice(1, 0, 2, 5)],
         ),
         step_of(scheduled_encoder_inputs=[EncoderSlice(1, 1, 0, 3)]),
         step_of(scheduled_encoder_inputs=[EncoderSlice(1, 1, 3, 4)]),
         going_on(1, 11, len(PROMPT) - 11),
     ]
-    assert generate(runner, steps) == images.expected()
+    assert answer(runner, steps) == images.expected()
 
 
 def test_a_preempted_sequence_takes_its_images_again(images: Images) -> None:
     runner, expected = images.runner(), images.expected()
     slices = [whole(index, each) for index, each in enumerate(images.features)]
-    request = new_request(1, mm_features=images.features)
-    tokens = runner.execute(step_of([request], scheduled_encoder_inputs=slices)).sampled_token_ids
+    begin = request(1, mm_features=images.features)
+    tokens = runner.execute(step_of([begin], scheduled_encoder_inputs=slices)).sampled_token_ids
     runner.execute(step_of(preempted_seq_ids=[1]))
     known = len(PROMPT) + 1
     resumed = CachedRequestData([1], [0], [known], [blocks_of(2)], [1], tokens)
@@ -199,18 +150,18 @@ def test_a_prefix_hit_may_end_inside_an_image(images: Images) -> None:
     """A second sequence reads the blocks of the first, and encodes nothing."""
     runner, expected = images.runner(), images.expected()
     slices = [whole(index, each) for index, each in enumerate(images.features)]
-    request = new_request(1, mm_features=images.features)
-    runner.execute(step_of([request], scheduled_encoder_inputs=slices))
+    begin = request(1, mm_features=images.features)
+    runner.execute(step_of([begin], scheduled_encoder_inputs=slices))
     for hit in (2 * BLOCK, 4 * BLOCK):
         own = blocks_of(2)[0]
         shared = blocks_of(1)[0][: hit // BLOCK]
         second = replace(
-            new_request(2, mm_features=images.features),
+            request(2, mm_features=images.features),
             block_ids=[shared + own[len(shared) :]],
             num_computed_tokens=hit,
             num_scheduled_tokens=len(PROMPT) - hit,
         )
-        found = generate(runner, [step_of([second])], seq_id=2)
+        found = answer(runner, [step_of([second])], seq_id=2)
         assert found == expected, hit
         runner.execute(step_of(finished_seq_ids=[2]))
 
@@ -220,8 +171,8 @@ def test_a_failed_image_fails_its_sequence_and_no_other(images: Images) -> None:
     runner, (first, second) = images.runner(), images.features
     lost = replace(first, mm_hash=b"l" * 32, pixels=replace(first.pixels, name="0.none"))
     requests = [
-        new_request(1, mm_features=[lost, second]),
-        new_request(2, mm_features=images.features),
+        request(1, mm_features=[lost, second]),
+        request(2, mm_features=images.features),
     ]
     output = runner.execute(
         step_of(
@@ -261,12 +212,12 @@ def test_a_step_says_what_its_tokens_see() -> None:
     """A decode beside a chunk that begins inside an image; steps without images say nothing."""
     batch = batch_of(replace(VISION, is_bidirectional=True))
     features = [feature_at(3, 7, 5), feature_at(11, 7, 4)]
-    plain = replace(new_request(2), prompt_token_ids=[1, 2, 3], num_scheduled_tokens=3)
+    plain = replace(request(2), prompt_token_ids=[1, 2, 3], num_scheduled_tokens=3)
     begin = step_of([plain])
     (row,) = batch.apply(begin)
     assert build_inputs(begin, np.array([row]), batch).attention[0].attend_end is None
     batch.append_sampled(np.array([row]), np.array([4]))
-    image = new_request(
+    image = request(
         1, mm_features=features, num_computed_tokens=6, num_scheduled_tokens=len(PROMPT) - 6
     )
     both = step_of([image], CachedRequestData([2], [3], [1], [None], [], []))
@@ -291,7 +242,7 @@ def test_a_step_says_what_its_tokens_see() -> None:
 
 def test_causal_models_get_no_attend_end() -> None:
     batch = batch_of(VISION)
-    step = step_of([new_request(1, mm_features=[feature_at(3, 7, 5), feature_at(11, 7, 4)])])
+    step = step_of([request(1, mm_features=[feature_at(3, 7, 5), feature_at(11, 7, 4)])])
     inputs = build_inputs(step, batch.apply(step), batch)
     assert inputs.attention[0].attend_end is None
     assert len(inputs.images) == 3

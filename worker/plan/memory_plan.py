@@ -4,7 +4,7 @@
                                            <-------- Device.default_pool_bytes -------------->
 
 States are those of recurrent layers, where a model has them. Weights, work space and KV are also
-those of a draft model.
+those of a draft model, weights and work space those of a part that encodes images.
 
 Sizes come from the headers of the model's files, its configuration and the settings; no weight is
 read. Start at plan_memory. worker/plan/memory_refusal.py says which flags would make a model fit.
@@ -27,6 +27,7 @@ from proto.messages.lifecycle import (
 )
 from proto.messages.prepared_model import PreparedModel
 from proto.settings.config import GIB, ServeConfig, flag_name, memory_size
+from proto.settings.pooler_config import pooler_of
 from proto.settings.speculative_config import DEFAULT_METHODS, HEAD_METHODS
 from worker.attention.kv_cache import KVLayout, kv_cache_geometry, kv_layout, scratch_layout
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
@@ -39,6 +40,7 @@ from worker.models.registry import model_spec
 from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
+from worker.models.vision.encoder import read_vision_spec
 from worker.parallel.group import RankGroup
 from worker.plan.draft_settings import (
     draft_config,
@@ -52,6 +54,7 @@ from worker.step.routed_experts import routing_bytes
 
 ENCODER_STEP_TOKENS: Final = 2048
 """Tokens of a step of an encoder, unless its longest text has more."""
+ENCODER_CACHE_ROWS: Final = 8192
 LEAST_TOKENS: Final = 1024
 """Tokens that a KV pool of the default size must hold, unless the longest request is shorter."""
 STATE_SHARE: Final = 0.25
@@ -72,6 +75,7 @@ class MemoryPlan:
         without a KV cache.
     num_groups: KV groups with blocks, each of which takes one for the same tokens.
     num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
+    vision_bytes: weights of the part that encodes images; 0 without one.
     num_state_slots, state_bytes: slots for the states of recurrent layers, with the null slot, and
         bytes of each; 0 without such layers. slots_per_sequence: of a sequence that runs.
     free: what the model may take of the device now. total: memory of the device.
@@ -89,6 +93,7 @@ class MemoryPlan:
     least_blocks: int
     free: int
     total: int
+    vision_bytes: int = 0
     num_state_slots: int = 0
     state_bytes: int = 0
     slots_per_sequence: int = 0
@@ -114,7 +119,7 @@ class MemoryPlan:
     @property
     def left(self) -> int:
         """Bytes that weights, work space and states leave; may be negative."""
-        weights = self.weights.total() + self.draft_weights.total()
+        weights = self.weights.total() + self.draft_weights.total() + self.vision_bytes
         return self.free - weights - self.work.total() - self.states_bytes
 
     @property
@@ -145,6 +150,7 @@ class MemoryPlan:
                 if self.draft_weights
                 else []
             ),
+            *([("vision part", self.vision_bytes, "")] if self.vision_bytes else []),
             *([("KV cache", num_blocks * self.block_bytes, pool)] if self.block_bytes else []),
             *([("states", self.states_bytes, self._states())] if self.states_bytes else []),
             ("work space", self.work.total(), work),
@@ -168,6 +174,7 @@ class MemoryPlan:
             "fits": self.fits,
             "weights_bytes": dict(self.weights),
             **({"draft_weights_bytes": dict(self.draft_weights)} if self.draft_weights else {}),
+            **({"vision_bytes": self.vision_bytes} if self.vision_bytes else {}),
             **(pool if self.block_bytes else {}),
             **(states if self.states_bytes else {}),
             "work_space_bytes": dict(self.work),
@@ -213,7 +220,8 @@ def plan_memory(
 
     model = _served_memory(setup)
     drafter = _ModelMemory.none(setup.num_ranks) if draft is None else _drafter_memory(setup, draft)
-    work = model.work + drafter.work
+    vision_bytes, encoding = _vision_memory(setup)
+    work = model.work + drafter.work + encoding
     token_bytes = [sum(both) for both in zip(model.token_bytes, drafter.token_bytes, strict=True)]
     block_bytes = cache.block_size * sum(token_bytes[rank] for rank in setup.ranks)
     free = device.free_bytes(cache)
@@ -228,7 +236,8 @@ def plan_memory(
     if device.converts_here and conversion > 0:
         work["conversion of weights"] = conversion
 
-    left = max(0, free - model.weights.total() - drafter.weights.total() - work.total())
+    weights_bytes = model.weights.total() + drafter.weights.total() + vision_bytes
+    left = max(0, free - weights_bytes - work.total())
     state_bytes = _state_bytes(setup)
     num_state_slots = _num_state_slots(config, left, state_bytes) if state_bytes else 0
     left = max(0, left - num_state_slots * state_bytes)
@@ -250,6 +259,7 @@ def plan_memory(
         least_blocks=least_blocks,
         free=free,
         total=device.total_bytes(),
+        vision_bytes=vision_bytes,
         num_state_slots=num_state_slots,
         state_bytes=state_bytes,
         slots_per_sequence=slots_per_sequence(cache.enable_prefix_caching),
@@ -471,6 +481,26 @@ def step_tokens(
                 field,
             )
     return config.scheduler.max_num_batched_tokens or max(ENCODER_STEP_TOKENS, longest)
+
+
+def _vision_memory(setup: ModelSetup) -> tuple[int, Counter[str]]:
+    """Return the bytes of the weights that encode images, and of that work, on a setup's ranks.
+
+    Every rank encodes all images, with all weights.
+    """
+    config, num_ranks = setup.config, len(setup.ranks)
+    if setup.prepared.vision is None or pooler_of(config.model, setup.prepared) is not None:
+        return 0, Counter()
+    spec, itemsize = read_vision_spec(setup.prepared), setup.dtype.itemsize
+    kept = spec.activation_bytes(itemsize) + spec.output_bytes(itemsize)
+    work = {
+        "encoding an image": kept + spec.pixel_bytes,
+        "encoder outputs": ENCODER_CACHE_ROWS * spec.output_size * _FLOAT32,
+    }
+    return (
+        num_ranks * spec.weight_bytes(itemsize),
+        Counter({what: num_ranks * size for what, size in work.items()}),
+    )
 
 
 # ---- Rows and processes ----

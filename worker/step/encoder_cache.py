@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,29 +20,9 @@ from numpy.typing import NDArray
 
 from proto.messages.multimodal import EncoderSlice, MultiModalFeature, SharedPixels
 from proto.messages.scheduler_output import SchedulerOutput
+from worker.models.vision.encoder import Encoding, VisionEncoder
 
 logger = logging.getLogger("tokend.worker")
-
-
-class Encoding(Protocol):
-    """An image that is being encoded."""
-
-    def advance(self, share: float) -> None:
-        """Compute until this share of the work is done; 0 < share <= 1."""
-        ...
-
-    @property
-    def output(self) -> torch.Tensor:
-        """The rows [num_embeds, hidden], once all work is done."""
-        ...
-
-
-class VisionEncoder(Protocol):
-    """The vision tower of a model with its projector."""
-
-    def begin(self, pixels: torch.Tensor, grid: tuple[int, ...]) -> Encoding:
-        """Return the encoding of an image; raises ValueError for pixels of an unknown shape."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

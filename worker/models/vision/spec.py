@@ -230,6 +230,11 @@ class VisionSpec:
         tokens = tiles * self.tower.num_tokens(self.tower.side)
         return itemsize * vectors * tokens * self.tower.hidden_size
 
+    @property
+    def pixel_bytes(self) -> int:
+        """Return the bytes of the pixels of the largest image."""
+        return 4 * self.max_tiles * _CHANNELS * self.tower.image_size**2
+
     def output_bytes(self, itemsize: int) -> int:
         """Return the bytes of the output of the largest image."""
         return itemsize * self.max_embeds * self.output_size
