@@ -51,14 +51,21 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
 class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
     """A part of the work of encoding an image, which a step does before its tokens.
 
-    index: of the image among those of the sequence. start, end: the share [start / num_embeds,
-    end / num_embeds) of its work; a slice follows those of earlier steps. With end = num_embeds the
-    output is complete, and the tokens of this step may take it.
-    feature: the image, of a sequence that the workers do not have yet; None: they know it.
+    seq_id, index: of the sequence for which the image was begun, and of the image in its prompt. The
+        workers may not know the sequence yet, or not any more.
+    start, end: the share [start / num_embeds, end / num_embeds) of its work, in rows and parts of
+        rows; a slice follows those of earlier steps. With end = num_embeds the output is complete,
+        and the tokens of this step may take it.
+    feature: the image; the engine gives it with every slice.
     """
 
     seq_id: int
     index: int
-    start: int
-    end: int
+    start: float
+    end: float
     feature: MultiModalFeature | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the output is complete after it."""
+        return self.feature is not None and self.end == self.feature.num_embeds

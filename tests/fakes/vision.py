@@ -123,7 +123,7 @@ def going_on(seq_id: int, computed: int, count: int, **fields: Any) -> Scheduler
 
 
 def whole(index: int, feature: MultiModalFeature, seq_id: int = 1) -> EncoderSlice:
-    return EncoderSlice(seq_id, index, 0, feature.num_embeds)
+    return EncoderSlice(seq_id, index, 0, feature.num_embeds, feature)
 
 
 def generate(

@@ -42,14 +42,16 @@ class Cache:
         self.features = features
 
     def encode(
-        self, index: int, start: int, end: int, free: list[bytes] | None = None
+        self, index: int, start: float, end: float, free: list[bytes] | None = None
     ) -> list[bytes]:
         """Run a step with one slice; return the images that failed."""
-        return self.run(step_of(EncoderSlice(7, index, start, end), free=free))
+        return self.run(step_of(self.slice(index, start, end), free=free))
+
+    def slice(self, index: int, start: float, end: float) -> EncoderSlice:
+        return EncoderSlice(7, index, start, end, self.features[index])
 
     def run(self, step: SchedulerOutput) -> list[bytes]:
-        encoded = self.cache.run_step(step, lambda part: self.features[part.index])
-        return encoded.failed_mm_hashes
+        return self.cache.run_step(step).failed_mm_hashes
 
     def output(self, index: int) -> np.ndarray:
         feature = self.features[index]
@@ -59,11 +61,11 @@ class Cache:
 def test_an_image_is_encoded_in_slices_of_several_steps(tmp_path: Path) -> None:
     rows = rows_of(10)
     cache = Cache(tmp_path, save_image(tmp_path, rows, 3, 12))
-    for start, end in ((0, 1), (1, 4), (4, 10)):
+    for start, end in ((0, 0.5), (0.5, 4), (4, 10)):
         assert np.isnan(cache.output(0)).all()
         assert cache.encode(0, start, end) == []
     assert np.array_equal(cache.output(0), rows)
-    assert cache.encoder.shares == [[0.1, 0.4, 1.0]]
+    assert cache.encoder.shares == [[0.05, 0.4, 1.0]]
     assert cache.encoder.grids == [(1, 1)]
     part = cache.cache.rows(cache.features[0].mm_hash, slice(3, 5), HIDDEN)
     assert np.array_equal(part, rows[3:5])
@@ -71,10 +73,8 @@ def test_an_image_is_encoded_in_slices_of_several_steps(tmp_path: Path) -> None:
 
 def test_the_time_of_slices_is_reported(tmp_path: Path) -> None:
     cache = Cache(tmp_path, save_image(tmp_path, rows_of(2), 0, 2))
-    nothing = cache.cache.run_step(step_of(), lambda part: cache.features[part.index])
-    some = cache.cache.run_step(
-        step_of(EncoderSlice(7, 0, 0, 2)), lambda part: cache.features[part.index]
-    )
+    nothing = cache.cache.run_step(step_of())
+    some = cache.cache.run_step(step_of(cache.slice(0, 0, 2)))
     assert nothing.seconds == 0.0 < some.seconds
 
 
@@ -129,7 +129,7 @@ def test_an_image_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
         good = save_image(tmp_path, rows_of(3), 0, 3, 2)
         cache = Cache(tmp_path, feature, good)
         end = feature.num_embeds
-        step = step_of(EncoderSlice(7, 0, 0, end), EncoderSlice(7, 1, 0, 3))
+        step = step_of(cache.slice(0, 0, end), cache.slice(1, 0, 3))
         assert cache.run(step) == [feature.mm_hash], what
         assert np.isfinite(cache.output(1)).all(), what
         assert np.isnan(cache.output(0)).all(), what

@@ -125,10 +125,10 @@ def test_steps_that_only_encode(images: Images) -> None:
     steps = [
         step_of(
             [request(1, mm_features=images.features, num_scheduled_tokens=11)],
-            scheduled_encoder_inputs=[EncoderSlice(1, 0, 2, 5)],
+            scheduled_encoder_inputs=[EncoderSlice(1, 0, 2, 5, images.features[0])],
         ),
-        step_of(scheduled_encoder_inputs=[EncoderSlice(1, 1, 0, 3)]),
-        step_of(scheduled_encoder_inputs=[EncoderSlice(1, 1, 3, 4)]),
+        step_of(scheduled_encoder_inputs=[EncoderSlice(1, 1, 0, 3, images.features[1])]),
+        step_of(scheduled_encoder_inputs=[EncoderSlice(1, 1, 3, 4, images.features[1])]),
         going_on(1, 11, len(PROMPT) - 11),
     ]
     assert answer(runner, steps) == images.expected()

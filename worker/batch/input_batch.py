@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from proto.messages.multimodal import EncoderSlice, MultiModalFeature
+from proto.messages.multimodal import MultiModalFeature
 from proto.messages.prepared_model import VisionFacts
 from proto.messages.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from proto.messages.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
@@ -402,14 +402,6 @@ class InputBatch:
 
     def params(self, seq_id: int) -> SamplingParams:
         return self._sequences[seq_id].params
-
-    def feature_of(self, part: EncoderSlice) -> MultiModalFeature:
-        """Return the image of a slice, which names it or a known sequence."""
-        if part.feature is not None:
-            return part.feature
-        images = self._sequences[part.seq_id].images
-        assert images is not None
-        return images.features[part.index]
 
     def clear(self) -> None:
         for seq_id in list(self._sequences):

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,13 +50,8 @@ class EncoderCache:
         self._running: dict[bytes, Encoding] = {}
         self._outputs: dict[bytes, NDArray[np.float32]] = {}
 
-    def run_step(
-        self, step: SchedulerOutput, feature_of: Callable[[EncoderSlice], MultiModalFeature]
-    ) -> EncodedSlices:
-        """Forget what the engine no longer needs, then encode the slices of a step.
-
-        feature_of: the image of a slice.
-        """
+    def run_step(self, step: SchedulerOutput) -> EncodedSlices:
+        """Forget what the engine no longer needs, then encode the slices of a step."""
         for mm_hash in step.free_encoder_mm_hashes:
             self._running.pop(mm_hash, None)
             self._outputs.pop(mm_hash, None)
@@ -65,7 +59,8 @@ class EncoderCache:
             return NOTHING_ENCODED
         begin, failed = time.monotonic(), list[bytes]()
         for part in step.scheduled_encoder_inputs:
-            feature = feature_of(part)
+            feature = part.feature
+            assert feature is not None, "a slice brings its image"
             try:
                 self._encode(part, feature)
             except (OSError, ValueError, RuntimeError) as error:
@@ -93,7 +88,7 @@ class EncoderCache:
         if encoding is None:
             return  # an earlier slice failed
         encoding.advance(part.end / feature.num_embeds)
-        if part.end < feature.num_embeds:
+        if not part.is_last:
             return
         output = encoding.output
         if len(output) != feature.num_embeds:

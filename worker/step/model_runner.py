@@ -266,7 +266,7 @@ class ModelRunner:
         if self._encoder_cache is None:
             assert not step.scheduled_encoder_inputs, "the model reads no images"
             return NOTHING_ENCODED
-        return self._encoder_cache.run_step(step, self.batch.feature_of)
+        return self._encoder_cache.run_step(step)
 
     def compute_logits(self, forward: ForwardOutput) -> torch.Tensor:
         """Return the logits [N, vocab] of the sampled positions, in the head's dtype."""
