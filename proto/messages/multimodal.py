@@ -51,8 +51,8 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
 class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
     """A part of the work of encoding an image, which a step does before its tokens.
 
-    seq_id, index: of the sequence for which the image was begun, and of the image in its prompt. The
-        workers may not know the sequence yet, or not any more.
+    seq_id, index: of the sequence for which the image was begun, and of the image in its prompt.
+        The workers may not know the sequence yet, or not any more.
     start, end: the share [start / num_embeds, end / num_embeds) of its work, in rows and parts of
         rows; a slice follows those of earlier steps. With end = num_embeds the output is complete,
         and the tokens of this step may take it.
