@@ -159,7 +159,7 @@ def test_latent_kv_that_no_kernel_computes_is_refused_on_a_gpu(
 def test_a_model_that_reads_images_is_refused_on_a_gpu(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     prepared = replace(prepare_checkpoint(tmp_path, tmp_path / "prepared"), vision=VISION)
-    with pytest.raises(ConfigError, match="LlavaFor.* reads images.*--limit-mm-per") as raised:
+    with pytest.raises(ConfigError, match=r"LlavaFor.* reads images.*--limit-mm-per") as raised:
         plan_memory(config_of(), prepared, device_of(free=60 * GIB))
     assert raised.value.param == "device"
 

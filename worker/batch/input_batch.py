@@ -132,7 +132,9 @@ class PromptImages:
     def rows_of_step(self, first: int, end: int) -> list[ImageRows]:
         """Return what the tokens at [first, end) of the prompt take, in order."""
         begin, stop = np.searchsorted(self.positions, [first, end]).tolist()
-        taken = []
+        taken: list[ImageRows] = []
+        if begin == stop:
+            return taken
         for index, feature in enumerate(self.features):
             from_row = max(begin, self.first_rows[index])
             to_row = min(stop, self.first_rows[index + 1])
