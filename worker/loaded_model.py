@@ -264,7 +264,8 @@ def load(
     vision = None
     if pooler is None and prepared.vision is not None:
         vision = load_vision(prepared, dtype, device)
-        logger.info("vision part: %s", memory_size(plan.vision_bytes))
+        if group.rank == 0:
+            logger.info("vision part: %s", memory_size(plan.vision_bytes))
     layout, geometry = layer_cache(model.spec, kv_dtype, max_logged_tokens(config))
     attention_kernels = device.choose_attention(
         model.spec.attention_shape, dtype, kv_dtype, prepared.folder
