@@ -132,7 +132,7 @@ MISSING: Final[Mapping[str, str]] = {
     "rope-scaling": "change config.json in a copy of the folder",
     "cpu-offload-gb": "weights are on the device as a whole",
     "load-format dummy": "weights are those of the model's files",
-    "mmproj": "models are served for text",
+    "mmproj": "the file with mmproj in its name that lies beside the model is read",
     "ray-address": "there are no nodes yet",
     "nnodes": "there are no nodes yet",
     "data-parallel-backend": "there are no replicas yet",

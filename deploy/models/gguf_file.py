@@ -1,6 +1,7 @@
 """Reads a GGUF file: tensor index, configuration, tokenizer.
 
-gguf_config.py converts the configuration, gguf_tokenizer.py the tokenizer, both from the header.
+gguf_config.py converts the configuration, gguf_tokenizer.py the tokenizer, both from the header;
+mmproj.py reads the file of a vision part beside the model.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from deploy.models import gguf_config, gguf_parts, gguf_tokenizer
+from deploy.models import gguf_config, gguf_parts, gguf_tokenizer, mmproj
 from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError, shown
@@ -52,6 +53,14 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     config = gguf_config.convert(path, header)
     pooler = gguf_config.read_pooler(header, config)
     tensors = _without_rope_factors(paths, header, config)
+    projector = gguf_parts.vision_file(paths[0]) if pooler is None else None
+    vision = None
+    if projector is not None:
+        report("reading the vision part")
+        vision = mmproj.read(projector, header, config, file=len(paths))
+    if projector is not None and vision is not None:
+        paths, tensors = [*paths, projector], (*tensors, *vision.tensors)
+        config |= vision.settings
     tokenizer_json, tokenizer_config, templates = gguf_tokenizer.convert(path, metadata)
     return ModelContents(
         config=config,
@@ -64,7 +73,10 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         ends=_end_tokens(path, metadata),
         bos_token_id=gguf_tokenizer.token_id(path, metadata, "bos_token_id"),
         pooler=pooler,
+        unloaded_parts=("vision",) if projector is not None and vision is None else (),
         generation_settings=_generation_settings(metadata),
+        vision=None if vision is None else vision.facts,
+        files={} if vision is None else vision.files,
     )
 
 

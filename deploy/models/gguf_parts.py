@@ -5,11 +5,13 @@
     NAME-00003-of-00003.gguf    tensors
 
 split.no numbers the parts from 0; split.count and split.tensors.count are those of the whole model.
+A vision part is a file of its own beside them (mmproj.py), with `mmproj` in its name.
 """
 
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 from msgspec import structs
@@ -21,6 +23,9 @@ from proto.errors import ModelError, shown
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _OWN_KEYS: Final = ("split.no", "general.alignment")
 """Keys that may differ between the parts of a model."""
+_VISION_MARK: Final = "mmproj"
+_PREFERRED: Final = ("f16", "bf16", "f32")
+"""Types in the names of several files with a vision part: the first of these is read."""
 _MAX_MISSING: Final = 3
 """Names of missing parts in an error."""
 
@@ -66,6 +71,19 @@ def part_paths(path: str) -> list[str]:
             f"{'are' if missing[1:] else 'is'} not beside it: {names}"
         )
     return paths
+
+
+def vision_file(path: str) -> str | None:
+    """Return the file with a vision part that lies beside a model's; None without one."""
+    beside = sorted(Path(path).parent.glob("*.gguf"))
+    found = [str(each) for each in beside if _VISION_MARK in each.name and each.is_file()]
+
+    def preference(each: str) -> tuple[int, str]:
+        words = re.split(r"[-._]", os.path.basename(each).lower())
+        ranks = [rank for rank, word in enumerate(_PREFERRED) if word in words]
+        return min(ranks, default=len(_PREFERRED)), each
+
+    return min(found, key=preference, default=None)
 
 
 def read(path: str) -> tuple[GgufHeader, list[str]]:

@@ -138,14 +138,16 @@ def locate_head(model: str, environment: HostEnvironment, display: Display) -> M
 
 
 def _file_source(name: str, path: str) -> ModelSource:
-    """Return the source of a GGUF file, or of all parts of a split one.
+    """Return the source of a GGUF file, or of all parts of a split one, and of its vision part.
 
     Parts have their names where they are links, as in the cache of the hub, and are not resolved.
     """
     parts = gguf_parts.part_paths(path)
     if len(parts) == 1:
         parts = gguf_parts.part_paths(os.path.realpath(path))
-    return ModelSource(name, parts[0], "gguf", _stamp(parts[0], parts))
+    projector = gguf_parts.vision_file(parts[0])
+    files = parts if projector is None else [*parts, projector]
+    return ModelSource(name, parts[0], "gguf", _stamp(parts[0], files))
 
 
 def _folder_source(name: str, folder: str) -> ModelSource:

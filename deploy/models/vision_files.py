@@ -71,20 +71,36 @@ def read_vision(
     tensors = tuple(_renamed(entries))
     if not tensors or not images:
         return None
-    settings = {
-        TOWER_KEY: dict(tower),
-        SETTINGS_KEY: {key: outer[key] for key in family.settings if outer.get(key) is not None},
-    }
-    spec = vision_spec(architecture, {**text, **settings}, images)
+    settings = {key: outer[key] for key in family.settings if outer.get(key) is not None}
+    return vision_contents(architecture, token, tower, settings, text, tensors, images, processor)
+
+
+def vision_contents(
+    architecture: str,
+    image_token_id: int,
+    tower: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    text: Mapping[str, Any],
+    tensors: tuple[TensorEntry, ...],
+    images: Mapping[str, Any],
+    processor: Mapping[str, Any],
+) -> VisionContents:
+    """Return the vision part of a model with the facts that its family computes.
+
+    tower, settings: the values of TOWER_KEY and SETTINGS_KEY. tensors: renamed. Other arguments as
+    in `read_vision`.
+    """
+    added = {TOWER_KEY: dict(tower), SETTINGS_KEY: dict(settings)}
+    spec = vision_spec(architecture, {**text, **added}, images)
     facts = VisionFacts(
         architecture=architecture,
-        image_token_id=token,
+        image_token_id=image_token_id,
         max_embeds=spec.max_embeds,
         is_bidirectional=spec.is_bidirectional,
     )
     files = {IMAGES_FILE: images, PROCESSOR_FILE: processor}
     written = {name: json.dumps(each, indent=2).encode() for name, each in files.items() if each}
-    return VisionContents(facts, settings, tensors, written)
+    return VisionContents(facts, added, tensors, written)
 
 
 def _renamed(entries: Iterable[TensorEntry]) -> Iterable[TensorEntry]:

@@ -129,7 +129,11 @@ def test_arithmetic_does_not_know_the_loader() -> None:
 
 
 def test_the_files_of_families_are_read_without_torch() -> None:
-    code = "import sys, worker.models.families; print(*{'torch', 'numpy'} & sys.modules.keys())"
+    code = (
+        "import sys, worker.models.families, worker.models.vision as vision\n"
+        "assert len(vision.VISION_FAMILIES) > 3\n"
+        "print(*{'torch', 'numpy'} & sys.modules.keys())"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (found.stdout, found.stderr) == ("\n", "")
 

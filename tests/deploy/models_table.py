@@ -1,4 +1,4 @@
-"""Write the table of supported models in README.md: python -m tests.deploy.models_table."""
+"""Write the tables of supported models in README.md: python -m tests.deploy.models_table."""
 
 import re
 from pathlib import Path
@@ -9,11 +9,11 @@ from worker.models.families import supported_models
 README: Final = Path(__file__).parents[2] / "README.md"
 
 
-def with_current_table(text: str) -> str:
-    """Return the text of README.md with the table that `tokend models --supported` prints."""
-    table, _, _ = "\n".join(supported_models()).partition("\n\n")
-    return re.sub(r"^\| Models  .*\n(?:\|.*\n)+", lambda found: table + "\n", text, flags=re.M)
+def with_current_tables(text: str) -> str:
+    """Return the text of README.md with what `tokend models --supported` prints."""
+    lines = "\n".join(supported_models()) + "\n"
+    return re.sub(r"^\| Models  (?:.*\n)*?.*and others\)\.\n", lambda _: lines, text, flags=re.M)
 
 
 if __name__ == "__main__":
-    README.write_text(with_current_table(README.read_text()))
+    README.write_text(with_current_tables(README.read_text()))

@@ -65,7 +65,7 @@ from proto.messages.sampling_params import (
     MAX_STOP_TOKEN_IDS,
 )
 from tests.deploy.api_reference import markdown
-from tests.deploy.models_table import with_current_table
+from tests.deploy.models_table import with_current_tables
 from worker.models.families import supported_models
 
 ROOT = Path(__file__).parents[2]
@@ -82,10 +82,10 @@ def test_the_tables_of_request_fields_are_current() -> None:
     assert markdown() in (ROOT / "docs" / "api.md").read_text()
 
 
-def test_the_table_of_models_is_that_of_the_registry() -> None:
+def test_the_tables_of_models_are_those_of_the_registry() -> None:
     """To update it: python -m tests.deploy.models_table."""
     text = (ROOT / "README.md").read_text()
-    assert with_current_table(text) == text
+    assert with_current_tables(text) == text
     table = "\n".join(supported_models())
     assert f"\n\n{table}\n\n" in text
 

@@ -1,6 +1,7 @@
 """Small model files: a GGUF file, a Hugging Face folder."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,11 @@ SIZES = {"hidden": 32, "heads": 4, "kv_heads": 2, "layers": 1, "feed_forward": 4
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def tensors() -> dict[str, np.ndarray]:
+def tensors(vocab_size: int = len(TOKENS)) -> dict[str, np.ndarray]:
     """Return weights by GGUF name, float32, in torch's order of dimensions."""
     draw = np.random.default_rng(0)
     shapes = {
-        "token_embd.weight": (len(TOKENS), 32),
+        "token_embd.weight": (vocab_size, 32),
         "output_norm.weight": (32,),
         "blk.0.attn_norm.weight": (32,),
         "blk.0.attn_q.weight": (32, 32),
@@ -45,11 +46,12 @@ def write_gguf(
     layers: int = SIZES["layers"],
     head_dim: int = 8,
     part_tensors: int = 0,
+    tokens: Sequence[str] = TOKENS,
 ) -> dict[str, np.ndarray]:
     """Write a model of one layer; return its tensors.
 
     extra: more metadata, by key. layers, head_dim: values in the metadata. part_tensors: tensors in
-    a file, after a first one without; 0 for a single file.
+    a file, after a first one without; 0 for a single file. tokens: the vocabulary.
     """
     from gguf import GGUFWriter
 
@@ -67,14 +69,14 @@ def write_gguf(
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(TOKENS))
+    writer.add_vocab_size(len(tokens))
     for key, value in (extra or {}).items():
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
         (add | {bool: writer.add_bool})[type(value)](key, value)
     if tokenizer:
-        add_tokenizer(writer)
+        add_tokenizer(writer, tokens)
         writer.add_chat_template(TEMPLATE)
-    weights = tensors()
+    weights = tensors(len(tokens))
     for name, weight in weights.items():
         writer.add_tensor(name, weight)
     writer.write_header_to_file()
@@ -84,12 +86,12 @@ def write_gguf(
     return weights
 
 
-def add_tokenizer(writer: "GGUFWriter") -> None:
-    """Add a tokenizer over TOKENS to the metadata."""
+def add_tokenizer(writer: "GGUFWriter", tokens: Sequence[str] = TOKENS) -> None:
+    """Add a tokenizer to the metadata, in which all tokens behind the plain ones are special."""
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_scores([0.0] * len(TOKENS))
-    writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
+    writer.add_token_list(list(tokens))
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([1] * (len(TOKENS) - 1) + [3] * (len(tokens) - len(TOKENS) + 1))
     writer.add_token_merges(["Ġ a"])
     writer.add_eos_token_id(END)
 

@@ -14,6 +14,7 @@ from typing import Final
 from proto.errors import ConfigError, ModelError, shown
 from proto.runtime.plugins import installed_names, load_part
 from worker.models.families.base import Family
+from worker.models.vision import VISION_FAMILIES
 
 _FOLDER: Final = Path(__file__).parent
 
@@ -81,22 +82,45 @@ def family_of(architecture: str) -> Family:
 
 
 def supported_models() -> list[str]:
-    """Return the table of supported architectures in Markdown, and what it omits, a line each."""
-    head = ("Models", "Architecture in config.json", "In GGUF files")
-    rows = [
+    """Return the tables of supported architectures in Markdown, and what they omit, a line each."""
+    language = [
         (family.models[architecture], architecture, ", ".join(family.gguf_names) or "–")
         for architecture, family in FAMILIES.items()
     ]
+    vision = [
+        (
+            family.models[architecture],
+            architecture,
+            "–" if family.gguf is None else f"{family.gguf.text} and mmproj",
+        )
+        for architecture, family in VISION_FAMILIES.items()
+    ]
+    columns = ("Architecture in config.json", "In GGUF files")
+    return [
+        *_table(("Models", *columns), language),
+        "",
+        *_VISION.splitlines(),
+        "",
+        *_table(("Models that read images", *columns), vision),
+        "",
+        *_WRAPPED.splitlines(),
+    ]
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, str, str]]) -> list[str]:
+    """Return a table in Markdown, sorted by its first column."""
     rows.sort(key=lambda row: row[0].lower())
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = (head, tuple("-" * width for width in widths), *rows)
-    table = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
-    return [*table, "", *_WRAPPED.splitlines()]
+    return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
 
 
+_VISION: Final = """\
+These read images, too, from Hugging Face folders, and some from a GGUF file with one beside it that
+has `mmproj` in its name:"""
 _WRAPPED: Final = """\
-A folder in which one of these stands beside a vision or an audio part loads as the language model
-alone, for text (`...ForConditionalGeneration` with a `text_config`: Gemma 3 from 4B, Mistral
-Small 3.1, Ministral 3, LLaVA, Idefics 3, InternVL, Qwen2-VL to Qwen3-VL with and without experts,
-GLM-4.5V, Qwen 3.5, Kimi K2.5 and others)."""
-"""Below the table."""
+Other folders in which one of these language models stands beside a vision or an audio part load as
+the language model alone, for text (`...ForConditionalGeneration` with a `text_config`: Mistral
+Small 3.1, Ministral 3, InternVL, Qwen2-VL to Qwen3-VL with and without experts, GLM-4.5V, Qwen 3.5,
+Kimi K2.5 and others)."""
+"""Below the tables."""

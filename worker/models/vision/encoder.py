@@ -12,22 +12,15 @@ however they are divided into slices, and so are all bits of the output, as long
 threads does not change. A unit has rows of one tile, or whole tiles where these are small.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Final
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from proto.errors import ModelError
-from proto.messages.prepared_model import PreparedModel
 from worker.layers.linear import Linear
-from worker.layers.norm import Norm, NormWeight
-from worker.loader.files import TensorFiles, entries_by_name, read_vision_index
+from worker.layers.norm import Norm
 from worker.models.layer_device import LayerDevice
-from worker.models.registry import read_config
-from worker.models.vision import vision_spec
 from worker.models.vision.spec import (
     PROJECTOR,
     TOWER,
@@ -45,90 +38,43 @@ be fast, and a few milliseconds of one core."""
 _ALL_ROWS: Final = 1 << 20
 """Rows of a unit on other devices, which compute an image as a whole."""
 _QUICK: Final = 1.702
-IMAGES_FILE: Final = "preprocessor_config.json"
 
 
-def read_vision_spec(prepared: PreparedModel) -> VisionSpec:
-    """Return the vision part of a prepared model that has one; no weight is read.
+class VisionWeights(Protocol):
+    """Gives a vision part its weights, by their names in a prepared folder.
 
-    Raises ModelError naming a setting that is not supported.
+    The loader implements it for files (worker/loader/vision.py).
+
+    device: makes what computes the part besides its weights. dtype: of weights and activations.
     """
-    assert prepared.vision is not None
-    path = Path(prepared.folder, IMAGES_FILE)
-    try:
-        images = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from None
-    return vision_spec(prepared.vision.architecture, read_config(prepared), images)
 
+    device: LayerDevice
+    dtype: torch.dtype
 
-def load_vision(
-    prepared: PreparedModel, dtype: torch.dtype, device: LayerDevice
-) -> "VisionEncoder":
-    """Load the vision part of a prepared model, whole on each rank.
-
-    dtype: of weights and activations. Raises ModelError for a setting that is not supported, and
-    for a tensor that is missing, unknown, of another shape or of a type that cannot be read.
-    """
-    spec = read_vision_spec(prepared)
-    return VisionEncoder(spec, _Weights(prepared, spec, dtype, device), dtype, device)
-
-
-class _Weights:
-    """Reads the tensors of a vision part and builds layers of them."""
-
-    def __init__(
-        self, prepared: PreparedModel, spec: VisionSpec, dtype: torch.dtype, device: LayerDevice
-    ) -> None:
-        index = read_vision_index(prepared)
-        self._files, self._entries = TensorFiles(index), entries_by_name(index)
-        self._shapes = spec.weights()
-        self._dtype, self._device = dtype, device
-        for name, shape in self._shapes.items():
-            entry = self._entries.get(name)
-            if entry is None:
-                raise ModelError(f"tensor {name} of shape {list(shape)} is missing")
-            if entry.shape != shape:
-                raise ModelError(
-                    f"tensor {name} has shape {list(entry.shape)}, "
-                    f"the configuration asks for {list(shape)}"
-                )
-        unknown = [
-            name for name in self._entries if name not in self._shapes and not spec.is_unused(name)
-        ]
-        if unknown:
-            raise ModelError(
-                f"tensor {unknown[0]} is no part of {spec.architecture} with this configuration "
-                f"({len(unknown)} such tensors)"
-            )
-
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a copy of a tensor on the device."""
-        stored = self._files.read(self._entries[name])
-        return stored.to(self._device.torch_device, dtype or self._dtype, copy=True)
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read a tensor."""
+        ...
 
     def linear(self, *names: str) -> Linear:
-        """Return the products NAME.weight, one below the other, with their biases if any."""
-        weights = [self.tensor(f"{name}.weight") for name in names]
-        biases = [self.tensor(each) for name in names if (each := f"{name}.bias") in self._shapes]
-        weight = torch.cat([each.flatten(1) for each in weights])
-        return self._device.linear(weight, torch.cat(biases) if biases else None)
+        """Read the products NAME.weight, one below the other, with their biases if any."""
+        ...
 
     def transposed_linear(self, name: str) -> Linear:
-        """Return the product with a matrix that is stored as [in, out]."""
-        return self._device.linear(self.tensor(name).t().contiguous())
+        """Read the product with a matrix that is stored as [in, out]."""
+        ...
 
     def layer_norm(self, name: str, eps: float) -> Norm:
-        weight, bias = self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias")
-        return self._device.norm(NormWeight(weight, eps, True, bias))
+        """Read the LayerNorm NAME.weight, NAME.bias."""
+        ...
 
     def centred_rms_norm(self, name: str, eps: float) -> Norm:
-        """Return the RMSNorm that multiplies by 1 + weight."""
-        weight = self.tensor(f"{name}.weight", torch.float32)
-        return self._device.norm(NormWeight(weight + 1.0, eps))
+        """Read the RMSNorm that multiplies by 1 + NAME.weight."""
+        ...
 
-    def release(self) -> None:
-        self._files.release()
+
+def unit_rows(device: LayerDevice) -> int:
+    """Return the rows of a unit on a device."""
+    return _UNIT_ROWS if device.has_results else _ALL_ROWS
 
 
 def _activation(
@@ -146,9 +92,7 @@ def _activation(
 class _Layer:
     """A layer of a tower with its weights."""
 
-    def __init__(
-        self, spec: TowerSpec, number: int, weights: _Weights, device: LayerDevice
-    ) -> None:
+    def __init__(self, spec: TowerSpec, number: int, weights: VisionWeights) -> None:
         prefix = f"{TOWER}encoder.layers.{number}."
         attention = f"{prefix}self_attn."
         self._heads, self._head_dim = spec.num_heads, spec.hidden_size // spec.num_heads
@@ -157,7 +101,7 @@ class _Layer:
         self._qkv = weights.linear(*(f"{attention}{name}_proj" for name in "qkv"))
         self._out = weights.linear(f"{attention}out_proj")
         self._fc1, self._fc2 = (weights.linear(f"{prefix}mlp.{name}") for name in ("fc1", "fc2"))
-        self._activation = _activation(spec.activation, device)
+        self._activation = _activation(spec.activation, weights.device)
 
     def compute_keys(self, residual: torch.Tensor, qkv: torch.Tensor) -> None:
         """Write queries, keys and values [tiles, rows, 3 * hidden] of these rows."""
@@ -182,7 +126,7 @@ class _Layer:
 class _MlpProjection:
     """MlpProjector with its weights."""
 
-    def __init__(self, spec: VisionSpec, weights: _Weights, device: LayerDevice) -> None:
+    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
         projector = spec.projector
         assert isinstance(projector, MlpProjector)
         size, out = spec.tower.hidden_size * len(projector.feature_layers), spec.output_size
@@ -191,7 +135,7 @@ class _MlpProjection:
         self._first, self._second = (
             weights.linear(f"{PROJECTOR}{name}") for name in ("linear_1", "linear_2")
         )
-        self._activation = _activation(projector.activation, device)
+        self._activation = _activation(projector.activation, weights.device)
 
     def rows_per_line(self, side: int) -> int:
         return 1
@@ -205,7 +149,7 @@ class _MlpProjection:
 class _SquareProjection:
     """Output rows of squares of patches, of which a line of the output has whole ones."""
 
-    def __init__(self, spec: VisionSpec, weights: _Weights) -> None:
+    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
         assert isinstance(spec.projector, ShuffleProjector | PoolProjector)
         self._scale = spec.projector.scale
         self._norm = weights.layer_norm(f"{TOWER}post_layernorm", spec.tower.norm_eps)
@@ -226,7 +170,7 @@ class _SquareProjection:
 class _ShuffleProjection(_SquareProjection):
     """ShuffleProjector with its weights."""
 
-    def __init__(self, spec: VisionSpec, weights: _Weights, device: LayerDevice) -> None:
+    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
         super().__init__(spec, weights)
         self.flops_per_row = 2 * self._scale**2 * spec.tower.hidden_size * spec.output_size
         self._product = weights.linear(f"{PROJECTOR}modality_projection.proj")
@@ -238,7 +182,7 @@ class _ShuffleProjection(_SquareProjection):
 class _PoolProjection(_SquareProjection):
     """PoolProjector with its weights."""
 
-    def __init__(self, spec: VisionSpec, weights: _Weights, device: LayerDevice) -> None:
+    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
         super().__init__(spec, weights)
         size, name = spec.tower.hidden_size, f"{PROJECTOR}mm_soft_emb_norm"
         self.flops_per_row = 2 * size * spec.output_size
@@ -267,15 +211,13 @@ class VisionEncoder:
     of an image.
     """
 
-    def __init__(
-        self, spec: VisionSpec, weights: _Weights, dtype: torch.dtype, device: LayerDevice
-    ) -> None:
-        tower = spec.tower
+    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
+        tower, device = spec.tower, weights.device
         self.spec = spec
-        self.dtype = dtype
+        self.dtype = weights.dtype
         self.max_embeds = spec.max_embeds
         self.device = device.torch_device
-        self.unit_rows = _UNIT_ROWS if device.has_results else _ALL_ROWS
+        self.unit_rows = unit_rows(device)
         self._patches = weights.linear(f"{TOWER}embeddings.patch_embedding")
         self._positions = weights.tensor(f"{TOWER}embeddings.position_embedding.weight")
         self._class_token: torch.Tensor | None = None
@@ -284,9 +226,8 @@ class VisionEncoder:
             token = weights.tensor(f"{TOWER}embeddings.class_embedding")
             self._class_token = token + self._positions[0]
             self._first_norm = weights.layer_norm(f"{TOWER}pre_layrnorm", tower.norm_eps)
-        self.layers = [_Layer(tower, each, weights, device) for each in range(spec.num_layers)]
-        self.projector = _PROJECTIONS[type(spec.projector)](spec, weights, device)
-        weights.release()
+        self.layers = [_Layer(tower, each, weights) for each in range(spec.num_layers)]
+        self.projector = _PROJECTIONS[type(spec.projector)](spec, weights)
 
     def begin(self, pixels: torch.Tensor, grid: tuple[int, ...] = ()) -> "Encoding":
         """Return the encoding of an image, of which nothing is computed yet.
@@ -378,7 +319,7 @@ class Encoding:
         self._total = self._num_tiles * self._num_tokens * of_token + of_outputs
         self._done = 0
         self._work = self._compute(pixels)
-        self._output: torch.Tensor | None = None
+        self._output: torch.Tensor
 
     @torch.inference_mode()
     def advance(self, share: float) -> None:
@@ -387,23 +328,24 @@ class Encoding:
         while self._done < goal:
             self._done += next(self._work)
         if self._done == self._total:
-            for _ in self._work:  # ends it, and so frees what it holds
-                raise AssertionError("more work than was counted")
+            self._work.close()  # frees what it holds
 
     @property
     def output(self) -> torch.Tensor:
         """Rows [num_embeds, output size] in the encoder's dtype, once all work is done."""
-        assert self._output is not None, "the image is not encoded yet"
+        assert self._done == self._total, "the image is not encoded yet"
         return self._output
 
-    def _compute(self, pixels: torch.Tensor) -> Iterator[int]:
+    def _compute(self, pixels: torch.Tensor) -> Generator[int, None, None]:
         """Compute the units in their order; yield the FLOPs of each, about."""
         encoder, spec = self._encoder, self._encoder.spec
         size, dtype, device = spec.tower.hidden_size, encoder.dtype, encoder.device
         shape = self._num_tiles, self._num_tokens
         residual = torch.empty(*shape, size, dtype=dtype, device=device)
         qkv = torch.empty(*shape, 3 * size, dtype=dtype, device=device)
-        output = torch.empty(self.num_embeds, spec.output_size, dtype=dtype, device=device)
+        output_shape = self._num_tiles, self._embeds_per_tile, spec.output_size
+        output = torch.empty(*output_shape, dtype=dtype, device=device)
+        self._output = output.flatten(0, 1)
         blocks = list(self._blocks(self._num_tokens, 1))
         for tiles, rows in blocks:
             encoder.write_patches(pixels[tiles], rows, residual[tiles, rows])
@@ -421,12 +363,10 @@ class Encoding:
         features[spec.num_layers] = residual
         projector = encoder.projector
         read = [features[number] for number in spec.feature_layers]
-        by_tile = output.view(self._num_tiles, self._embeds_per_tile, -1)
         for tiles, rows in self._blocks(self._embeds_per_tile, projector.rows_per_line(self._side)):
             projected = projector.project([each[tiles] for each in read], rows, self._side)
-            by_tile[tiles, rows] = projected.view(by_tile[tiles, rows].shape)
-            if tiles.stop == self._num_tiles and rows.stop == self._embeds_per_tile:
-                self._output = output
+            own = output[tiles, rows]
+            own.copy_(projected.view(own.shape))
             yield projector.flops_per_row * _num_rows(tiles, rows)
 
     def _blocks(self, num_rows: int, multiple: int) -> Iterator[tuple[slice, slice]]:

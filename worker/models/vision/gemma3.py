@@ -1,11 +1,15 @@
 """Gemma 3 from 4B: SigLIP, whose patches are pooled; tokens of an image see each other."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from worker.models.vision.spec import (
+    GgufSettings,
     PoolProjector,
     VisionConfig,
     VisionFamily,
+    VisionGguf,
     VisionSpec,
     read_tower,
 )
@@ -35,9 +39,28 @@ def _max_tiles(config: VisionConfig) -> int:
     return 1 + config.images.integer("pan_and_scan_max_num_crops", 4)
 
 
+def _gguf_settings(vision: Mapping[str, Any], side: int, scale: int) -> GgufSettings:
+    tokens, size = (side // scale) ** 2, vision["image_size"]
+    return GgufSettings(
+        projector={"mm_tokens_per_image": tokens},
+        images={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": size, "width": size},
+        },
+        processor={"processor_class": "Gemma3Processor", "image_seq_length": tokens},
+    )
+
+
 FAMILY = VisionFamily(
     models={"Gemma3ForConditionalGeneration": "Gemma 3 from 4B"},
     tower_types=("siglip_vision_model",),
     settings=("mm_tokens_per_image",),
     spec=spec,
+    gguf=VisionGguf(
+        projector="gemma3",
+        architecture="Gemma3ForConditionalGeneration",
+        text="gemma3",
+        image_token="<image_soft_token>",
+        settings=_gguf_settings,
+    ),
 )

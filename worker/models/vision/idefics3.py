@@ -1,13 +1,16 @@
 """Idefics 3 and SmolVLM: SigLIP over the tiles of an image and the whole image, pixel shuffle."""
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from proto.errors import ModelError, shown
 from worker.models.config_reader import ConfigReader
 from worker.models.vision.spec import (
+    GgufSettings,
     ShuffleProjector,
     VisionConfig,
     VisionFamily,
+    VisionGguf,
     VisionSpec,
     read_tower,
 )
@@ -56,6 +59,23 @@ _TILE: Final = 364
 _LARGEST: Final = 4096
 """Pixels of a side to which the image processor bounds an image."""
 
+
+def _gguf_settings(vision: Mapping[str, Any], side: int, scale: int) -> GgufSettings:
+    size = vision["image_size"]
+    return GgufSettings(
+        projector={"scale_factor": scale},
+        images={
+            "image_processor_type": "Idefics3ImageProcessor",
+            "max_image_size": {"longest_edge": size},
+            "size": {"longest_edge": vision.get("preproc_image_size", 4 * size)},
+        },
+        processor={
+            "processor_class": "Idefics3Processor",
+            "image_seq_len": (side // scale) ** 2,
+        },
+    )
+
+
 FAMILY = VisionFamily(
     models={
         "Idefics3ForConditionalGeneration": "Idefics 3, SmolVLM 1",
@@ -63,4 +83,11 @@ FAMILY = VisionFamily(
     },
     settings=("scale_factor",),
     spec=spec,
+    gguf=VisionGguf(
+        projector="idefics3",
+        architecture="Idefics3ForConditionalGeneration",
+        text="llama",
+        image_token="<image>",
+        settings=_gguf_settings,
+    ),
 )

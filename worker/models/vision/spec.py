@@ -176,6 +176,11 @@ class VisionSpec:
         return (side // self.projector.scale) ** 2
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the tower for the largest image."""
+        return self.max_tiles * self.tower.num_tokens(self.tower.side)
+
+    @property
     def max_embeds(self) -> int:
         """Most rows of output of an image."""
         return self.max_tiles * self.embeds_per_tile(self.tower.side)
@@ -219,16 +224,20 @@ class VisionSpec:
         """Return the bytes of the weights. itemsize: bytes of a number."""
         return itemsize * sum(math.prod(shape) for shape in self.weights().values())
 
-    def activation_bytes(self, itemsize: int, num_tiles: int | None = None) -> int:
-        """Return the bytes that encoding an image keeps between slices, without its output.
+    def activation_bytes(self, itemsize: int) -> int:
+        """Return the bytes that encoding the largest image keeps between slices, but its output.
 
-        num_tiles: None for those of the largest image. Residual, queries, keys and values of all
-        tokens, and the residuals of other layers that the projector reads.
+        Residual, queries, keys and values of all tokens, and residuals of other layers that the
+        projector reads.
         """
         vectors = 3 + len({*self.feature_layers})
-        tiles = self.max_tiles if num_tiles is None else num_tiles
-        tokens = tiles * self.tower.num_tokens(self.tower.side)
-        return itemsize * vectors * tokens * self.tower.hidden_size
+        return itemsize * vectors * self.most_tokens * self.tower.hidden_size
+
+    def unit_bytes(self, itemsize: int, num_rows: int) -> int:
+        """Return the bytes of the results of the products of this many tokens, at most."""
+        tower, rows = self.tower, min(num_rows, self.most_tokens)
+        widest = 2 * max(tower.intermediate_size, tower.patch_numbers) + 4 * tower.hidden_size
+        return itemsize * rows * widest
 
     @property
     def pixel_bytes(self) -> int:
@@ -327,6 +336,36 @@ def feature_layers(
 
 
 @dataclass(frozen=True, kw_only=True)
+class GgufSettings:
+    """What a GGUF file of a vision part means in a Hugging Face folder.
+
+    projector: settings beside the tower. images, processor: of preprocessor_config.json and
+    processor_config.json.
+    """
+
+    projector: Mapping[str, Any]
+    images: Mapping[str, Any]
+    processor: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionGguf:
+    """The GGUF files of a family of vision parts, beside those of its language model.
+
+    projector: value of clip.projector_type. architecture: of the whole model.
+    text: architecture of the language model's file. image_token: its token for a row of the output.
+    settings: makes GgufSettings of the keys behind `clip.vision.`, the patches of a tile's side,
+        and the patches of a side that become one row.
+    """
+
+    projector: str
+    architecture: str
+    text: str
+    image_token: str
+    settings: Callable[[Mapping[str, Any], int, int], GgufSettings]
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionFamily:
     """What the file of a family of vision parts says of it, as FAMILY.
 
@@ -334,9 +373,11 @@ class VisionFamily:
     tower_types: values of `model_type` in vision_config; empty for any. Others load as text.
     settings: keys of config.json beside the tower that the arithmetic reads.
     spec: returns the arithmetic; raises ModelError naming what is not supported.
+    gguf: its GGUF files; None if they are not supported.
     """
 
     models: Mapping[str, str]
     settings: tuple[str, ...]
     spec: Callable[[VisionConfig], VisionSpec]
     tower_types: tuple[str, ...] = ()
+    gguf: VisionGguf | None = None

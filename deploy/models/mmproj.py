@@ -1,0 +1,140 @@
+"""The vision part of a GGUF model: a file with `mmproj` in its name, beside the model.
+
+llama.cpp's converter writes it (`--mmproj`). Keys begin with `clip.vision.`, names of tensors with
+`v.` (tower) and `mm.` (projector). Names and settings become those of a Hugging Face folder, so
+that one reader has both. A file of another kind, or for another model, is left out.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from deploy.models import gguf_header
+from deploy.models.gguf_header import GgufHeader
+from deploy.models.vision_files import VisionContents, vision_contents
+from proto.errors import ModelError, shown
+from proto.messages.prepared_model import TensorEntry
+from worker.models.vision import VISION_FAMILIES
+from worker.models.vision.spec import PROJECTOR, TOWER
+
+_VISION: Final = "clip.vision."
+_TOWER_KEYS: Final = {
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+}
+"""Key of the metadata, without its prefix → key of vision_config."""
+_SCALE: Final = 4
+"""Patches of a side that become a row of the output, where a file does not say."""
+_LAYER_NAMES: Final = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_NAMES: Final = {
+    "v.patch_embd.weight": f"{TOWER}embeddings.patch_embedding.weight",
+    "v.patch_embd.bias": f"{TOWER}embeddings.patch_embedding.bias",
+    "v.position_embd.weight": f"{TOWER}embeddings.position_embedding.weight",
+    "v.post_ln.weight": f"{TOWER}post_layernorm.weight",
+    "v.post_ln.bias": f"{TOWER}post_layernorm.bias",
+    "mm.model.fc.weight": f"{PROJECTOR}modality_projection.proj.weight",
+    "mm.input_projection.weight": f"{PROJECTOR}mm_input_projection_weight",
+    "mm.soft_emb_norm.weight": f"{PROJECTOR}mm_soft_emb_norm.weight",
+}
+_LAYER: Final = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def read(
+    path: str, header: GgufHeader, text: Mapping[str, Any], file: int
+) -> VisionContents | None:
+    """Return what a file adds to a model; None if it is no vision part that is supported for it.
+
+    header, text: of the model, and its config.json. file: number of this file in the tensor index.
+    Raises ModelError if it is damaged, or has a setting that is not supported.
+    """
+    own = gguf_header.read(path)
+    values = own.values
+    vision = {
+        key.removeprefix(_VISION): value for key, value in values.items() if key.startswith(_VISION)
+    }
+    projector = values.get("clip.projector_type", vision.get("projector_type"))
+    formats = (family.gguf for family in VISION_FAMILIES.values() if family.gguf is not None)
+    kind = next((each for each in formats if each.projector == projector), None)
+    tokens = header.values.get("tokenizer.ggml.tokens", ())
+    if (
+        kind is None
+        or values.get("general.architecture") != "clip"
+        or header.values.get("general.architecture") != kind.text
+        or vision.get("projection_dim") != text.get("hidden_size")
+        or kind.image_token not in tokens
+    ):
+        return None
+    missing = next((name for name in _TOWER_KEYS if name not in vision), None)
+    if missing is not None:
+        raise ModelError(f"{path} has no {_VISION}{missing}")
+    tower = {key: vision[name] for name, key in _TOWER_KEYS.items()}
+    side = _whole(tower, "image_size") // _whole(tower, "patch_size")
+    scale = vision.get("projector.scale_factor", _SCALE)
+    if type(scale) is not int or not 0 < scale <= side:
+        raise ModelError(f"{path}: {_VISION}projector.scale_factor = {shown(repr(scale))}")
+    settings = kind.settings(vision, side, scale)
+    colours = {key: vision[key] for key in ("image_mean", "image_std") if key in vision}
+    rounded = {key: [float(f"{each:.7g}") for each in colours[key]] for key in colours}
+    return vision_contents(
+        kind.architecture,
+        tokens.index(kind.image_token),
+        tower | {"hidden_act": _activation(values)},
+        settings.projector,
+        text,
+        tuple(_renamed(own.tensors, tower, file)),
+        {**settings.images, **rounded},
+        settings.processor,
+    )
+
+
+def _whole(tower: Mapping[str, Any], key: str) -> int:
+    value = tower[key]
+    if type(value) is not int or value < 1:
+        raise ModelError(f"{_VISION}{key} = {shown(repr(value))}: a whole number is needed")
+    return value
+
+
+def _activation(values: Mapping[str, Any]) -> str:
+    """Return the activation, by its name in vision_config, as llama.cpp chooses it."""
+    if values.get("clip.use_gelu"):
+        return "gelu_pytorch_tanh"
+    return "silu" if values.get("clip.use_silu") else "quick_gelu"
+
+
+def _renamed(
+    entries: Sequence[TensorEntry], tower: Mapping[str, Any], file: int
+) -> Iterator[TensorEntry]:
+    """Yield the tensors by their names in a prepared folder; others keep theirs behind TOWER."""
+    swapped = _are_swapped(entries, tower)
+    for entry in entries:
+        name = _NAMES.get(entry.name)
+        if match := _LAYER.fullmatch(entry.name):
+            layer, part, kind = match.groups()
+            if swapped and part in ("ffn_up", "ffn_down"):
+                part = "ffn_down" if part == "ffn_up" else "ffn_up"
+            part = _LAYER_NAMES.get(part, part)
+            name = f"{TOWER}encoder.layers.{layer}.{part}.{kind}"
+        yield msgspec.structs.replace(entry, name=name or TOWER + entry.name, file=file)
+
+
+def _are_swapped(entries: Sequence[TensorEntry], tower: Mapping[str, Any]) -> bool:
+    """Return whether the first product of an MLP is called `ffn_down`, as in older files."""
+    sizes = tower["hidden_size"], tower["intermediate_size"]
+    shapes = {entry.name: entry.shape for entry in entries}
+    return sizes[0] != sizes[1] and shapes.get("v.blk.0.ffn_up.weight") == sizes

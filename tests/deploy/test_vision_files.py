@@ -1,0 +1,206 @@
+"""Prepared folders of models that read images, and of those whose vision part is left out."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deploy.models import hf_folder
+from deploy.models.prepared_folder import ModelContents
+from proto.errors import ModelError
+from proto.messages.prepared_model import VISION_PREFIX, VisionFacts
+from tests.fakes.devices import CPU
+from tests.fakes.prepared_models import spec_of
+from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
+from tests.fakes.tiny_vision import (
+    IMAGE_ID,
+    VISION_MODELS,
+    prepare_vision_model,
+    read_vision_model,
+    save_vision_model,
+)
+from tests.fakes.tiny_wrapped import rename_tensors
+from tests.worker.models.test_transformers_model import assert_same_tokens, load_index
+from worker.loader.digest import weights_digest
+from worker.loader.files import read_index, read_vision_index, read_whole_index
+from worker.loader.vision import load_vision
+from worker.loader.weights import load_model
+
+
+def read(folder: Path) -> ModelContents:
+    return hf_folder.read(str(folder), lambda what: None)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON object in a file."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_the_prepared_folder(name: str, tmp_path: Path) -> None:
+    source, folder = tmp_path / "model", tmp_path / "prepared"
+    save_vision_model(name, source)
+    prepared = prepare_vision_model(source, folder)
+    described = VISION_MODELS[name]
+    tiles = 5 if "Idefics3Processor" in described.processor else 1
+    assert prepared.vision == VisionFacts(
+        architecture=described.architecture,
+        image_token_id=IMAGE_ID,
+        max_embeds=tiles * described.embeds,
+        is_bidirectional=name == "gemma3",
+    )
+    assert prepared.unloaded_parts == ()
+    assert prepared.text_only_notice == ""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"][0].endswith("ForCausalLM")
+    assert config["vision_config"]["patch_size"] == 4
+    assert config["vision_config"]["hidden_act"]
+    images = json.loads((folder / "preprocessor_config.json").read_text())
+    assert images["image_processor_type"] == type(described.image_processor).__name__.removesuffix(
+        "Pil"
+    )
+    processor = json.loads((folder / "processor_config.json").read_text())
+    assert processor["processor_class"] == described.processor
+    whole, text, vision = (
+        {entry.name for entry in read_part(prepared).tensors}
+        for read_part in (read_whole_index, read_index, read_vision_index)
+    )
+    assert whole == text | vision
+    assert vision == {each for each in whole if each.startswith(VISION_PREFIX)} != set()
+    load_model(prepared, spec_of(prepared), torch.float32, CPU, lambda fraction: None)
+
+
+def vision_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    tensors = read(folder).tensors.tensors
+    return {each.name: each.shape for each in tensors if each.name.startswith(VISION_PREFIX)}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("llava", "vision_tower.", "vision_tower.vision_model."),
+        ("llava", "vision_tower.", "model.vision_tower."),
+        ("llava", "multi_modal_projector.", "model.multi_modal_projector."),
+        ("gemma3", "vision_tower.", "vision_tower.vision_model."),
+        ("gemma3", "multi_modal_projector.", "model.multi_modal_projector."),
+        ("idefics3", "model.vision_model.", "vision_model."),
+        ("smolvlm", "model.connector.", "connector."),
+    ],
+)
+def test_names_of_other_versions(name: str, old: str, new: str, tmp_path: Path) -> None:
+    save_vision_model(name, tmp_path)
+    expected = vision_tensors(tmp_path)
+    rename_tensors(tmp_path, lambda each: new + each[len(old) :] if each.startswith(old) else each)
+    assert vision_tensors(tmp_path) == expected
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_settings_of_the_image_processor(nested: bool, tmp_path: Path) -> None:
+    """As in transformers, those in processor_config.json count if there are any."""
+    save_vision_model("gemma3", tmp_path)
+    edit(tmp_path / "preprocessor_config.json", lambda each: each.update(image_mean=[0.1] * 3))
+    if not nested:
+        edit(tmp_path / "processor_config.json", lambda each: each.pop("image_processor"))
+    images = json.loads(read(tmp_path).files["preprocessor_config.json"])
+    assert images["image_mean"] == ([0.5] * 3 if nested else [0.1] * 3)
+
+
+def test_without_settings_of_a_processor(tmp_path: Path) -> None:
+    save_vision_model("llava", tmp_path)
+    (tmp_path / "processor_config.json").unlink()
+    assert list(read(tmp_path).files) == ["preprocessor_config.json"]
+
+
+def _without_images(folder: Path) -> None:
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "processor_config.json").unlink()
+
+
+def _with_token_of_no_embedding(folder: Path) -> None:
+    edit(folder / "config.json", lambda config: config.update(image_token_index=122))
+
+
+def _with_another_tower(folder: Path) -> None:
+    tower = {"model_type": "pixtral", "hidden_size": 48}
+    edit(folder / "config.json", lambda config: config.update(vision_config=tower))
+
+
+def _without_tensors(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if name.startswith("language_model")}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_without_images, _with_token_of_no_embedding, _with_another_tower, _without_tensors],
+)
+def test_folders_that_load_as_a_language_model(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    save_vision_model("llava", tmp_path)
+    change(tmp_path)
+    contents = read(tmp_path)
+    assert contents.vision is None
+    assert contents.unloaded_parts == ("vision",)
+    assert "vision_config" not in contents.config
+    assert contents.files == {}
+    assert not any(each.name.startswith(VISION_PREFIX) for each in contents.tensors.tensors)
+
+
+def test_a_setting_that_is_not_supported_is_named(tmp_path: Path) -> None:
+    save_vision_model("llava", tmp_path)
+    edit(tmp_path / "config.json", lambda config: config["vision_config"].update(hidden_act="mish"))
+    with pytest.raises(ModelError, match="vision_config: hidden_act = 'mish': supported: 'gelu'"):
+        read(tmp_path)
+
+
+def test_a_quantised_vision_part_is_read_as_numbers(tmp_path: Path) -> None:
+    """Language model and tower in FP8, norms, biases, patches and projector as they were."""
+    folder, plain = tmp_path / "quantised", tmp_path / "plain"
+    save_vision_model("gemma3", folder)
+    model = save_vision_model("gemma3", plain)
+    chosen = copy.deepcopy(SCHEMES["fp8 one scale"])
+    chosen.config["ignore"] = ["lm_head"]
+    quantise_folder(
+        folder, chosen, plain, lambda name: name.endswith(("_proj.weight", "fc1.weight"))
+    )
+    save_file(load_file(plain / "model.safetensors"), plain / "model.safetensors", {"format": "pt"})
+    model = read_vision_model(plain)
+    prepared = prepare_vision_model(folder, tmp_path / "prepared")
+    found = {entry.name for entry in read_vision_index(prepared).tensors if entry.parts}
+    assert len(found) == 3 * 5
+    pixels = torch.randn(1, 3, 24, 24)
+    encoding = load_vision(prepared, torch.float32, CPU).begin(pixels)
+    encoding.advance(1.0)
+    with torch.inference_mode():
+        (expected,) = model.get_image_features(pixels).pooler_output
+    assert (encoding.output - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_the_language_model_on_the_code_of_transformers(name: str, tmp_path: Path) -> None:
+    model = save_vision_model(name, tmp_path / "model")
+    contents = read(tmp_path / "model")
+    decoder = load_index(tmp_path / "prepared", dict(contents.config), contents.tensors)
+    assert_same_tokens(model, decoder)
+
+
+def test_the_hash_of_the_weights_has_the_vision_part(tmp_path: Path) -> None:
+    """KV of a prompt with an image depends on it."""
+    source = tmp_path / "model"
+    save_vision_model("smolvlm", source)
+    tensors = load_file(source / "model.safetensors")
+    hashes = set()
+    for number in range(2):
+        tensors["model.vision_model.post_layernorm.bias"][0] += number
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        hashes.add(weights_digest(prepare_vision_model(source, tmp_path / str(number))))
+    assert len(hashes) == 2

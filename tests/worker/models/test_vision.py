@@ -1,0 +1,444 @@
+"""Vision parts against transformers in float32: rows of images, tokens that follow, refusals."""
+
+import json
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from proto.errors import ModelError
+from proto.messages.prepared_model import PreparedModel
+from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU, GPU, REFERENCE
+from tests.fakes.prepared_models import spec_of
+from tests.fakes.tiny_vision import (
+    GEMMA_PLACEHOLDER,
+    IMAGE_ID,
+    VISION_MODELS,
+    VOCABULARY,
+    prepare_vision_model,
+    random_image,
+    reference_inputs,
+    save_vision_model,
+)
+from worker.host.device import HostDevice
+from worker.loader.vision import load_vision, read_vision_spec, vision_bytes
+from worker.loader.weights import load_model
+from worker.models.vision import VISION_FAMILIES, vision_spec
+from worker.models.vision.encoder import VisionEncoder
+
+IMAGES = {"tall": (40, 60), "wide": (90, 20), "small": (9, 14), "square": (24, 24)}
+DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(REFERENCE, id="reference")]
+
+
+def saved(name: str, folder: Path, **changes: Any) -> tuple[Any, PreparedModel]:
+    model = save_vision_model(name, folder / "model", **changes)
+    return model, prepare_vision_model(folder / "model", folder / "prepared")
+
+
+def image(shape: str) -> Image.Image:
+    return random_image(len(shape), *IMAGES[shape])
+
+
+def inputs_of(name: str, images: Sequence[Image.Image], text: str = "") -> dict[str, Any]:
+    placeholders = VISION_MODELS[name].placeholder * len(images)
+    return reference_inputs(name, images, f"a{placeholders}{text}")
+
+
+@torch.inference_mode()
+def features(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Return the rows of transformers' model for the images, one image after the other."""
+    keys = ("pixel_values", "pixel_attention_mask")
+    found = model.get_image_features(**{key: inputs[key] for key in keys if key in inputs})
+    return torch.cat(list(found.pooler_output))
+
+
+def pixels_of(inputs: dict[str, Any]) -> torch.Tensor:
+    """Return the pixels of the only image, [tiles, 3, side, side]."""
+    pixels: torch.Tensor = inputs["pixel_values"]
+    return pixels[0] if pixels.dim() == 5 else pixels
+
+
+def encode(encoder: VisionEncoder, pixels: torch.Tensor, *shares: float) -> torch.Tensor:
+    encoding = encoder.begin(pixels)
+    for share in (*shares, 1.0):
+        encoding.advance(share)
+    assert len(encoding.output) == encoding.num_embeds
+    return encoding.output
+
+
+def assert_equal_rows(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-5) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() < error * expected.abs().max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_rows_of_images(name: str, device: HostDevice, tmp_path: Path) -> None:
+    model, prepared = saved(name, tmp_path)
+    encoder = load_vision(prepared, torch.float32, device)
+    assert prepared.vision is not None
+    most = 0
+    for shape in IMAGES:
+        inputs = inputs_of(name, [image(shape)])
+        expected = features(model, inputs)
+        assert_equal_rows(encode(encoder, pixels_of(inputs)), expected)
+        assert len(expected) == (inputs["input_ids"] == IMAGE_ID).sum()
+        most = max(most, len(expected))
+    assert most == encoder.max_embeds == prepared.vision.max_embeds
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 64, 1000])
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_slices_do_not_change_a_bit(name: str, rows: int, tmp_path: Path) -> None:
+    model, prepared = saved(name, tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    encoder.unit_rows = rows
+    inputs = inputs_of(name, [image("tall")])
+    pixels = pixels_of(inputs)
+    whole = encode(encoder, pixels)
+    assert_equal_rows(whole, features(model, inputs))
+    for shares in ((0.5,), (1e-9, 0.3, 0.31, 0.99), [step / 40 for step in range(1, 40)]):
+        assert torch.equal(encode(encoder, pixels, *shares), whole)
+
+
+def test_a_slice_is_a_part_of_the_work(tmp_path: Path) -> None:
+    """Patches, then keys and mixing of each layer, then outputs, each for some rows."""
+    _, prepared = saved("gemma3", tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    encoder.unit_rows = 4
+    counts = []
+
+    def count_rows(*shares: float) -> list[int]:
+        counts.clear()
+        encode(encoder, pixels_of(inputs_of("gemma3", [image("tall")])), *shares)
+        return list(counts)
+
+    for layer in encoder.layers:
+        compute_keys = layer.compute_keys
+
+        def counted(residual: torch.Tensor, qkv: torch.Tensor, compute: Any = compute_keys) -> None:
+            counts.append(residual.shape[1])
+            compute(residual, qkv)
+
+        layer.compute_keys = counted  # type: ignore[method-assign]
+    assert count_rows() == [4] * 9 * 3
+    encoding = encoder.begin(pixels_of(inputs_of("gemma3", [image("tall")])))
+    done = []
+    for step in range(1, 11):
+        counts.clear()
+        encoding.advance(step / 10)
+        done.append(sum(counts))
+    assert sum(done) == 3 * 36
+    assert max(done) <= 36
+
+
+def test_two_images_at_once(tmp_path: Path) -> None:
+    model, prepared = saved("llava", tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    inputs = inputs_of("llava", [image("tall"), image("wide")])
+    encodings = [encoder.begin(pixels) for pixels in inputs["pixel_values"]]
+    for share in (0.2, 0.4, 1.0):
+        for encoding in encodings:
+            encoding.advance(share)
+    found = torch.cat([encoding.output for encoding in encodings])
+    assert_equal_rows(found, features(model, inputs))
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_bfloat16(name: str, tmp_path: Path) -> None:
+    model, prepared = saved(name, tmp_path)
+    encoder = load_vision(prepared, torch.bfloat16, CPU)
+    inputs = inputs_of(name, [image("tall")])
+    found = encode(encoder, pixels_of(inputs))
+    assert found.dtype == torch.bfloat16
+    assert_equal_rows(found.float(), features(model, inputs), error=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llava", {"vision_feature_layer": -1}),
+        ("llava", {"vision_feature_layer": 1}),
+        ("llava", {"vision_feature_layer": [-1, 1]}),
+        ("llava", {"vision_feature_select_strategy": "full"}),
+        ("llava", {"multimodal_projector_bias": False, "projector_hidden_act": "relu"}),
+        ("llava", {"vision_config": {"hidden_act": "gelu"}}),
+        ("llava siglip", {"vision_feature_select_strategy": "default", "vision_feature_layer": -2}),
+        ("llava siglip", {"vision_config": {"image_size": 26, "hidden_act": "silu"}}),
+        ("idefics3", {"scale_factor": 3}),
+        ("gemma3", {"mm_tokens_per_image": 4}),
+        ("gemma3", {"vision_config": {"num_attention_heads": 2, "vision_use_head": True}}),
+    ],
+)
+def test_settings(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model, prepared = saved(name, tmp_path, **changes)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    inputs = inputs_of(name, [image("wide")])
+    if side := changes.get("vision_config", {}).get("image_size"):
+        draw = torch.Generator().manual_seed(1)
+        inputs = {"pixel_values": torch.randn(1, 3, side, side, generator=draw)}
+    assert_equal_rows(encode(encoder, pixels_of(inputs)), features(model, inputs))
+
+
+@pytest.mark.parametrize("side", [8, 16, 24])
+def test_tiles_of_another_size(side: int, tmp_path: Path) -> None:
+    model, prepared = saved("smolvlm", tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    pixels = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(side))
+    expected = features(model, {"pixel_values": pixels[None]})
+    assert_equal_rows(encode(encoder, pixels), expected)
+
+
+@torch.inference_mode()
+def greedy(prepared: PreparedModel, tokens: list[int], rows: torch.Tensor, count: int) -> list[int]:
+    """Return tokens after a prompt whose image tokens have these rows."""
+    decoder = load_model(prepared, spec_of(prepared), torch.float32, CPU, lambda fraction: None)
+    attention, places = (
+        DenseAttention(decoder.spec),
+        [at for at, each in enumerate(tokens) if each == IMAGE_ID],
+    )
+    embeddings = [(at, row[None]) for at, row in zip(places, rows, strict=True)]
+    step, found = torch.tensor(tokens), list[int]()
+    for _ in range(count):
+        start = len(tokens) + len(found) - len(step)
+        positions = torch.arange(start, start + len(step))
+        hidden = decoder.forward(step, positions, attention, embeddings=embeddings)
+        found.append(int(decoder.float32_logits(hidden[-1:]).argmax()))
+        step, embeddings = torch.tensor(found[-1:]), []
+    return found
+
+
+@pytest.mark.parametrize("name", ["llava", "llava siglip", "idefics3", "smolvlm"])
+def test_greedy_tokens_after_images(name: str, tmp_path: Path) -> None:
+    model, prepared = saved(name, tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    inputs = inputs_of(name, [image("tall"), image("wide")], "what is it?")
+    rows = [
+        encode(encoder, pixels_of(inputs_of(name, [image(shape)]))) for shape in ("tall", "wide")
+    ]
+    answer = model.generate(**inputs, max_new_tokens=16, do_sample=False, eos_token_id=None)
+    tokens = inputs["input_ids"][0].tolist()
+    expected = answer[0, len(tokens) :].tolist()
+    assert greedy(prepared, tokens, torch.cat(rows), 16) == expected
+    assert greedy(prepared, tokens, torch.cat(rows).flip(0), 16) != expected
+
+
+def test_rows_of_gemma3_are_not_scaled(tmp_path: Path) -> None:
+    """An image of one token, which sees no later one."""
+    changes = {"mm_tokens_per_image": 1}
+    model, prepared = saved("gemma3", tmp_path, **changes)
+    inputs = inputs_of("gemma3", [image("tall")])
+    rows = encode(load_vision(prepared, torch.float32, CPU), pixels_of(inputs))
+    ids = [5, 6, VOCABULARY.index(GEMMA_PLACEHOLDER), IMAGE_ID, 7, 8, 9]
+    tokens = torch.tensor([ids])
+    answer = model.generate(
+        input_ids=tokens,
+        pixel_values=inputs["pixel_values"],
+        token_type_ids=(tokens == IMAGE_ID).long(),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    expected = answer[0, len(ids) :].tolist()
+    assert greedy(prepared, ids, rows, 12) == expected
+    assert greedy(prepared, ids, rows * 8, 12) != expected
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_bytes_for_the_memory_plan(name: str, tmp_path: Path) -> None:
+    _, prepared = saved(name, tmp_path)
+    spec = read_vision_spec(prepared)
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    is_text = ("language_model", "model.text_model", "lm_head")
+    files = sum(each.nbytes for key, each in tensors.items() if not key.startswith(is_text))
+    assert 0.7 * files < spec.weight_bytes(4) <= files
+    sizes = vision_bytes(prepared, torch.float32, CPU)
+    assert sizes.weights == spec.weight_bytes(4) == 2 * spec.weight_bytes(2)
+    inputs = inputs_of(name, [image("tall")])
+    pixels = pixels_of(inputs)
+    assert len(pixels) == spec.max_tiles
+    encoder = load_vision(prepared, torch.float32, CPU)
+    assert encode(encoder, pixels).nbytes == sizes.output
+    with torch.profiler.profile(profile_memory=True) as profile:
+        output = encode(encoder, pixels)
+    taken = _peak(profile) - output.nbytes
+    assert taken < sizes.activations < 3 * taken
+    half = vision_bytes(prepared, torch.bfloat16, GPU)
+    assert half.output * 2 == sizes.output
+    assert (half.activations > sizes.activations / 2) == (spec.most_tokens > 64)
+
+
+def _peak(profile: Any) -> int:
+    """Return the most bytes that tensors had at once during a profile."""
+    events = profile.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    return max(accumulate(size for _, size in sorted(changes)))
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 24, 20), (3, 28, 28), (1, 24, 24), (2, 3, 24, 24), (0, 3, 24, 24), (24, 24)]
+)
+def test_pixels_of_another_shape(shape: tuple[int, ...], tmp_path: Path) -> None:
+    _, prepared = saved("gemma3", tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    with pytest.raises(ValueError, match="at most 1 tiles of 3 x 24 x 24 are needed"):
+        encoder.begin(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 24, 24), (5, 3, 28, 28), (1, 3, 4, 4), (1, 3, 12, 12)])
+def test_tiles_that_are_too_many_or_do_not_fit(shape: tuple[int, ...], tmp_path: Path) -> None:
+    _, prepared = saved("idefics3", tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    with pytest.raises(ValueError, match="at most 5 tiles"):
+        encoder.begin(torch.zeros(shape))
+
+
+TOWER = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 24,
+    "patch_size": 4,
+    "hidden_act": "gelu",
+}
+LLAVA, IDEFICS, GEMMA = (
+    f"{name}ForConditionalGeneration" for name in ("Llava", "Idefics3", "Gemma3")
+)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tower", "settings", "images", "message"),
+    [
+        (LLAVA, {"num_attention_heads": 5}, {}, {}, "num_attention_heads = 5: heads must divide"),
+        (
+            LLAVA,
+            {"hidden_act": "mish"},
+            {},
+            {},
+            "vision_config: hidden_act = 'mish': supported: 'g",
+        ),
+        (LLAVA, {"hidden_act": None}, {}, {}, "hidden_act = None: supported"),
+        (LLAVA, {"patch_size": 25}, {}, {}, "image_size = 24: a whole number of at least 25"),
+        (LLAVA, {"num_channels": 1}, {}, {}, "num_channels = 1: supported: 3"),
+        (LLAVA, {"layer_norm_eps": "x"}, {}, {}, "layer_norm_eps = 'x': a number above 0"),
+        (LLAVA, {}, {"projector_hidden_act": "tanh"}, {}, "projector_hidden_act = 'tanh'"),
+        (LLAVA, {}, {"vision_feature_layer": 4}, {}, "vision_feature_layer = 4: numbers from -4"),
+        (LLAVA, {}, {"vision_feature_layer": []}, {}, "vision_feature_layer = []: numbers"),
+        (
+            LLAVA,
+            {},
+            {"vision_feature_select_strategy": "last"},
+            {},
+            "vision_feature_select_strategy = 'last': supported: 'default', 'full'",
+        ),
+        (IDEFICS, {}, {"scale_factor": 4}, {}, "scale_factor = 4: it must divide the 6 patches"),
+        (
+            IDEFICS,
+            {},
+            {},
+            {"max_image_size": {"longest_edge": 30}},
+            "max_image_size = 30: the tower has image_size = 24",
+        ),
+        (
+            IDEFICS,
+            {},
+            {},
+            {"size": {"longest_edge": "x"}},
+            "preprocessor_config.json: size: longest_edge = 'x'",
+        ),
+        (GEMMA, {}, {"mm_tokens_per_image": 8}, {}, "mm_tokens_per_image = 8: the square of a div"),
+        (GEMMA, {}, {"mm_tokens_per_image": 16}, {}, "mm_tokens_per_image = 16: the square of a d"),
+        ("PixtralForConditionalGeneration", {}, {}, {}, "the vision part of Pixtral"),
+    ],
+)
+def test_refused_settings(
+    architecture: str,
+    tower: dict[str, Any],
+    settings: dict[str, Any],
+    images: dict[str, Any],
+    message: str,
+) -> None:
+    given = {"projector_hidden_act": "gelu", "mm_tokens_per_image": 9} | settings
+    config = {"hidden_size": 64, "vision_config": TOWER | tower, "vision_projector": given}
+    tiles = {"max_image_size": {"longest_edge": 24}, "size": {"longest_edge": 48}} | images
+    with pytest.raises(ModelError) as error:
+        vision_spec(architecture, config, tiles)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("images", "tiles"),
+    [
+        ({"size": {"longest_edge": 48}}, 5),
+        ({"size": {"longest_edge": 49}}, 10),
+        ({"size": {"longest_edge": 24}}, 1),
+        ({"size": {"longest_edge": 48}, "do_image_splitting": False}, 1),
+        ({"size": {"longest_edge": 100_000}}, 171 * 171 + 1),
+        ({}, 61 * 61 + 1),
+    ],
+)
+def test_most_tiles(images: dict[str, Any], tiles: int) -> None:
+    config = {"hidden_size": 64, "vision_config": TOWER}
+    given = {"max_image_size": {"longest_edge": 24}} | images
+    spec = vision_spec(IDEFICS, config, given)
+    assert (spec.max_tiles, spec.max_embeds) == (tiles, 9 * tiles)
+
+
+def test_crops_of_gemma3() -> None:
+    config = {
+        "hidden_size": 64,
+        "vision_config": TOWER,
+        "vision_projector": {"mm_tokens_per_image": 9},
+    }
+    images = {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 3}
+    assert vision_spec(GEMMA, config, images).max_embeds == 36
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("remove", "tensor vision.tower.encoder.layers.1.mlp.fc1.weight of shape [80, 48] is miss"),
+        ("cut", "tensor vision.tower.encoder.layers.1.mlp.fc1.weight has shape [79, 48], the conf"),
+        ("add", "tensor vision.tower.encoder.layers.1.mlp.fc3.weight is no part of Idefics3ForCon"),
+        ("layer", "tensor vision.tower.encoder.layers.7.mlp.fc1.weight is no part of Idefics3ForC"),
+    ],
+)
+def test_tensors_that_do_not_fit(change: str, message: str, tmp_path: Path) -> None:
+    save_vision_model("idefics3", tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    tensors = load_file(path)
+    name = "model.vision_model.encoder.layers.1.mlp.fc1.weight"
+    match change:
+        case "remove":
+            del tensors[name]
+        case "cut":
+            tensors[name] = tensors[name][:-1].clone()
+        case "add":
+            tensors[name.replace("fc1", "fc3")] = tensors[name].clone()
+        case "layer":
+            tensors[name.replace("layers.1", "layers.7")] = tensors[name].clone()
+    save_file(tensors, path, {"format": "pt"})
+    prepared = prepare_vision_model(tmp_path / "model", tmp_path / "prepared")
+    with pytest.raises(ModelError) as error:
+        load_vision(prepared, torch.float32, CPU)
+    assert message in str(error.value)
+
+
+def test_a_damaged_file_of_the_image_processor(tmp_path: Path) -> None:
+    _, prepared = saved("llava", tmp_path)
+    Path(prepared.folder, "preprocessor_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"preprocessor_config.json: Expecting"):
+        load_vision(prepared, torch.float32, CPU)
+
+
+def test_the_list_of_families() -> None:
+    assert {each.architecture for each in VISION_MODELS.values()} == set(VISION_FAMILIES)
+    assert json.dumps(sorted(VISION_FAMILIES)) == json.dumps(list(VISION_FAMILIES))

@@ -1,0 +1,131 @@
+"""Reads the vision part of a prepared model: its settings, its memory, its weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from proto.errors import ModelError
+from proto.messages.prepared_model import PreparedModel
+from worker.layers.linear import Linear
+from worker.layers.norm import Norm, NormWeight
+from worker.loader.files import TensorFiles, entries_by_name, read_vision_index
+from worker.models.layer_device import LayerDevice
+from worker.models.registry import read_config
+from worker.models.vision import vision_spec
+from worker.models.vision.encoder import VisionEncoder, VisionWeights, unit_rows
+from worker.models.vision.spec import VisionSpec
+
+IMAGES_FILE: Final = "preprocessor_config.json"
+
+
+def read_vision_spec(prepared: PreparedModel) -> VisionSpec:
+    """Return the vision part of a prepared model that has one; no weight is read.
+
+    Raises ModelError naming a setting that is not supported.
+    """
+    assert prepared.vision is not None
+    path = Path(prepared.folder, IMAGES_FILE)
+    try:
+        images = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    return vision_spec(prepared.vision.architecture, read_config(prepared), images)
+
+
+@dataclass(frozen=True)
+class VisionBytes:
+    """Memory of a vision part on one rank, in bytes.
+
+    weights: as they are loaded. activations: of the largest image while it is encoded, its output
+    not included. output: the rows of that image.
+    """
+
+    weights: int
+    activations: int
+    output: int
+
+
+def vision_bytes(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevice) -> VisionBytes:
+    """Return the memory that `load_vision` and its encodings take; no weight is read.
+
+    Raises ModelError as `read_vision_spec` does.
+    """
+    spec, size = read_vision_spec(prepared), dtype.itemsize
+    return VisionBytes(
+        spec.weight_bytes(size),
+        spec.activation_bytes(size) + spec.unit_bytes(size, unit_rows(device)),
+        spec.output_bytes(size),
+    )
+
+
+def load_vision(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevice) -> VisionEncoder:
+    """Load the vision part of a prepared model, whole on each rank.
+
+    dtype: of weights and activations. Raises ModelError for a setting that is not supported, and
+    for a tensor that is missing, unknown, of another shape or of a type that cannot be read.
+    """
+    spec = read_vision_spec(prepared)
+    weights = _FileWeights(prepared, spec, dtype, device)
+    encoder = VisionEncoder(spec, weights)
+    weights.release()
+    return encoder
+
+
+class _FileWeights(VisionWeights):
+    """Reads the tensors of a vision part and builds layers of them."""
+
+    def __init__(
+        self, prepared: PreparedModel, spec: VisionSpec, dtype: torch.dtype, device: LayerDevice
+    ) -> None:
+        index = read_vision_index(prepared)
+        self._files, self._entries = TensorFiles(index), entries_by_name(index)
+        self._is_gguf = index.format == "gguf"
+        self._shapes = spec.weights()
+        self.dtype, self.device = dtype, device
+        for name, shape in self._shapes.items():
+            entry = self._entries.get(name)
+            if entry is None:
+                raise ModelError(f"tensor {name} of shape {list(shape)} is missing")
+            if entry.shape != shape:
+                raise ModelError(
+                    f"tensor {name} has shape {list(entry.shape)}, "
+                    f"the configuration asks for {list(shape)}"
+                )
+        unknown = [
+            name for name in self._entries if name not in self._shapes and not spec.is_unused(name)
+        ]
+        if unknown:
+            raise ModelError(
+                f"tensor {unknown[0]} is no part of {spec.architecture} with this configuration "
+                f"({len(unknown)} such tensors)"
+            )
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read a copy of a tensor onto the device. dtype: None for that of the weights."""
+        stored = self._files.read(self._entries[name])
+        return stored.to(self.device.torch_device, dtype or self.dtype, copy=True)
+
+    def linear(self, *names: str) -> Linear:
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.tensor(each) for name in names if (each := f"{name}.bias") in self._shapes]
+        weight = torch.cat([each.flatten(1) for each in weights])
+        return self.device.linear(weight, torch.cat(biases) if biases else None)
+
+    def transposed_linear(self, name: str) -> Linear:
+        return self.device.linear(self.tensor(name).t().contiguous())
+
+    def layer_norm(self, name: str, eps: float) -> Norm:
+        weight, bias = self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias")
+        return self.device.norm(NormWeight(weight, eps, True, bias))
+
+    def centred_rms_norm(self, name: str, eps: float) -> Norm:
+        # a GGUF file stores the sum
+        weight = self.tensor(f"{name}.weight", torch.float32)
+        return self.device.norm(NormWeight(weight if self._is_gguf else weight + 1.0, eps))
+
+    def release(self) -> None:
+        """Give back the pages of the files."""
+        self._files.release()
