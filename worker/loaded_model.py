@@ -44,13 +44,14 @@ from worker.loader.formats import (
 )
 from worker.loader.source import block_columns
 from worker.loader.transformers_weights import load_transformers
+from worker.loader.vision import load_vision
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 from worker.models.registry import model_spec, read_config
 from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
-from worker.models.vision.encoder import VisionEncoder, load_vision
+from worker.models.vision.encoder import VisionEncoder
 from worker.parallel.group import RankGroup
 from worker.plan.draft_settings import (
     draft_cache,

@@ -34,13 +34,13 @@ from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.batch.input_batch import InputBatch
 from worker.device import Device, ModelSetup
 from worker.loader.formats import WeightFormat
+from worker.loader.vision import vision_bytes
 from worker.loader.weights import create_builder
 from worker.models.parts import WeightSpec
 from worker.models.registry import model_spec
 from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
-from worker.models.vision.encoder import read_vision_spec
 from worker.parallel.group import RankGroup
 from worker.plan.draft_settings import (
     draft_config,
@@ -220,7 +220,7 @@ def plan_memory(
 
     model = _served_memory(setup)
     drafter = _ModelMemory.none(setup.num_ranks) if draft is None else _drafter_memory(setup, draft)
-    vision_bytes, encoding = _vision_memory(setup)
+    vision_weights, encoding = _vision_memory(setup)
     work = model.work + drafter.work + encoding
     token_bytes = [sum(both) for both in zip(model.token_bytes, drafter.token_bytes, strict=True)]
     block_bytes = cache.block_size * sum(token_bytes[rank] for rank in setup.ranks)
@@ -236,7 +236,7 @@ def plan_memory(
     if device.converts_here and conversion > 0:
         work["conversion of weights"] = conversion
 
-    weights_bytes = model.weights.total() + drafter.weights.total() + vision_bytes
+    weights_bytes = model.weights.total() + drafter.weights.total() + vision_weights
     left = max(0, free - weights_bytes - work.total())
     state_bytes = _state_bytes(setup)
     num_state_slots = _num_state_slots(config, left, state_bytes) if state_bytes else 0
@@ -259,7 +259,7 @@ def plan_memory(
         least_blocks=least_blocks,
         free=free,
         total=device.total_bytes(),
-        vision_bytes=vision_bytes,
+        vision_bytes=vision_weights,
         num_state_slots=num_state_slots,
         state_bytes=state_bytes,
         slots_per_sequence=slots_per_sequence(cache.enable_prefix_caching),
@@ -491,14 +491,14 @@ def _vision_memory(setup: ModelSetup) -> tuple[int, Counter[str]]:
     config, num_ranks = setup.config, len(setup.ranks)
     if setup.prepared.vision is None or pooler_of(config.model, setup.prepared) is not None:
         return 0, Counter()
-    spec, itemsize = read_vision_spec(setup.prepared), setup.dtype.itemsize
-    kept = spec.activation_bytes(itemsize) + spec.output_bytes(itemsize)
+    of_image = vision_bytes(setup.prepared, setup.dtype, setup.device)
+    row_bytes = setup.spec.hidden_size * _FLOAT32
     work = {
-        "encoding an image": kept + spec.pixel_bytes,
-        "encoder outputs": ENCODER_CACHE_ROWS * spec.output_size * _FLOAT32,
+        "encoding an image": of_image.pixels + of_image.activations + of_image.output,
+        "encoder outputs": ENCODER_CACHE_ROWS * row_bytes,
     }
     return (
-        num_ranks * spec.weight_bytes(itemsize),
+        num_ranks * of_image.weights,
         Counter({what: num_ranks * size for what, size in work.items()}),
     )
 
