@@ -9,6 +9,8 @@ The front end puts the pixels into shared memory once; the workers read them fro
 
 import msgspec
 
+from proto.messages.prepared_model import VisionFacts
+
 MM_HASH_BYTES = 32
 """Length of `MultiModalFeature.mm_hash`."""
 
@@ -69,3 +71,17 @@ class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
     def is_last(self) -> bool:
         """Whether the output is complete after it."""
         return self.feature is not None and self.end == self.feature.num_embeds
+
+
+class EncoderLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How the images of a model are encoded.
+
+    cache_size: rows of encoder output that workers keep.
+    max_input_tokens: rows of a step; None: what takes as long as decoding requests can wait.
+    splits: whether an image may be encoded in slices, over several steps.
+    """
+
+    vision: VisionFacts
+    cache_size: int
+    max_input_tokens: int | None = None
+    splits: bool = True
