@@ -54,7 +54,6 @@ from worker.step.routed_experts import routing_bytes
 
 ENCODER_STEP_TOKENS: Final = 2048
 """Tokens of a step of an encoder, unless its longest text has more."""
-ENCODER_CACHE_ROWS: Final = 8192
 LEAST_TOKENS: Final = 1024
 """Tokens that a KV pool of the default size must hold, unless the longest request is shorter."""
 STATE_SHARE: Final = 0.25
@@ -488,14 +487,14 @@ def _vision_memory(setup: ModelSetup) -> tuple[int, Counter[str]]:
 
     Every rank encodes all images, with all weights.
     """
-    config, num_ranks = setup.config, len(setup.ranks)
-    if setup.prepared.vision is None or pooler_of(config.model, setup.prepared) is not None:
+    config, vision, num_ranks = setup.config, setup.prepared.vision, len(setup.ranks)
+    if vision is None or pooler_of(config.model, setup.prepared) is not None:
         return 0, Counter()
     of_image = vision_bytes(setup.prepared, setup.dtype, setup.device)
-    row_bytes = setup.spec.hidden_size * _FLOAT32
+    cached = config.scheduler.encoder_cache_rows(vision.max_embeds)
     work = {
         "encoding an image": of_image.pixels + of_image.activations + of_image.output,
-        "encoder outputs": ENCODER_CACHE_ROWS * row_bytes,
+        "encoder outputs": cached * setup.spec.hidden_size * _FLOAT32,
     }
     return (
         num_ranks * of_image.weights,
