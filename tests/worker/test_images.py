@@ -1,8 +1,10 @@
 """Models that read images, through the steps of a runner, against transformers in float32."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,14 +12,23 @@ import torch
 from msgspec.structs import replace
 
 from deploy.models import hf_folder, prepared_folder
+from engine_core.request import Request
 from proto import PROTOCOL_VERSION
+from proto.messages.engine_io import FinishReason
 from proto.messages.lifecycle import InitializeCache
-from proto.messages.multimodal import EncoderSlice, MultiModalFeature, SharedPixels
+from proto.messages.multimodal import (
+    EncoderLimits,
+    EncoderSlice,
+    MultiModalFeature,
+    SharedPixels,
+)
 from proto.messages.prepared_model import PreparedModel
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.runtime.faults import FaultInjector
 from proto.settings.config import DeviceConfig, ModelConfig, ServeConfig
 from tests.fakes.devices import CPU, REFERENCE
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.tiny_vision import (
     IMAGE_ID,
     VISION_MODELS,
@@ -33,6 +44,7 @@ from worker.plan.memory_plan import plan_memory
 from worker.runner_builder import RunnerBuilder
 from worker.step.model_runner import ModelRunner
 
+ALONE = RankGroup()
 NUM_PAGES = 30
 BLOCK = 16
 NUM_OUTPUTS = 6
@@ -53,7 +65,7 @@ class Case:
         self.is_bidirectional = self.prepared.vision.is_bidirectional
         mark = VISION_MODELS[name].placeholder
         self.images = [random_image(number, *size) for number, size in enumerate(SIZES)]
-        self.inputs = reference_inputs(name, self.images, f"one {mark}two {mark} and text")
+        self.inputs = self._reference()
         self.prompt: list[int] = self.inputs["input_ids"][0].tolist()
         self.features = list(self._features(mark))
 
@@ -71,6 +83,23 @@ class Case:
                 mm_hash=bytes([number]) * 32,
                 pixels=SharedPixels(f"0.{number}", tuple(pixels.shape)),
             )
+
+    def another_first_image(self) -> None:
+        """Replace the first image, but no token of the prompt."""
+        name = VISION_MODELS[self.name].placeholder
+        self.images[0] = random_image(7, *SIZES[0])
+        pixels = reference_inputs(self.name, [self.images[0]], name)["pixel_values"][0]
+        pixels.numpy().astype("<f4").tofile(self.folder / "0.7")
+        first = self.features[0]
+        self.features[0] = replace(
+            first, mm_hash=b"7" * 32, pixels=replace(first.pixels, name="0.7")
+        )
+        self.inputs = self._reference()
+        assert self.inputs["input_ids"][0].tolist() == self.prompt
+
+    def _reference(self) -> dict[str, torch.Tensor]:
+        mark = VISION_MODELS[self.name].placeholder
+        return reference_inputs(self.name, self.images, f"one {mark}two {mark} and text")
 
     @torch.no_grad()
     def expected(self) -> list[int]:
@@ -92,20 +121,55 @@ class Case:
             model=ModelConfig(model="tiny", dtype=dtype), device=DeviceConfig(device="cpu")
         )
 
-    def load(self, device: HostDevice = CPU) -> LoadedModel:
-        return load(self.config(), self.prepared, device, RankGroup(), lambda message: None)
+    def load(self, device: HostDevice = CPU, group: RankGroup = ALONE) -> LoadedModel:
+        return load(self.config(), self.prepared, device, group, lambda message: None)
 
-    def runner(self, loaded: LoadedModel) -> ModelRunner:
-        """Return the runner of a new engine."""
+    def runner(self, loaded: LoadedModel, num_pages: int = 2 * NUM_PAGES) -> ModelRunner:
+        """Return the runner of a new engine. num_pages: blocks of each group."""
         injector = FaultInjector.of((), "worker", 0, 0)
         builder = RunnerBuilder(
             self.config(), loaded, injector, lambda message: None, str(self.folder)
         )
-        num_blocks = 1 + 2 * NUM_PAGES * loaded.layout.num_groups
+        num_blocks = 1 + num_pages * loaded.layout.num_groups
         message = InitializeCache(PROTOCOL_VERSION, 1, num_blocks, BLOCK, 512)
         device = loaded.device
         assert isinstance(device, HostDevice)
         return device.model_runner(builder.parts(message))
+
+    def engine(
+        self,
+        loaded: LoadedModel,
+        num_pages: int = 2 * NUM_PAGES,
+        limits: Mapping[str, Any] = MappingProxyType({}),
+        **settings: Any,
+    ) -> EngineHarness:
+        """Return an engine with a runner. limits: of EncoderLimits."""
+        assert self.prepared.vision is not None
+        encoder = EncoderLimits(
+            vision=self.prepared.vision, **{"cache_size": 200, "max_input_tokens": 5, **limits}
+        )
+        harness = EngineHarness(
+            num_blocks=1 + num_pages * loaded.layout.num_groups,
+            block_size=BLOCK,
+            max_model_len=512,
+            windows=loaded.layout.windows,
+            groups=loaded.geometry.groups,
+            vocab_size=self.prepared.vocab_size,
+            encoder=encoder,
+            **settings,
+        )
+        harness.runner = self.runner(loaded, num_pages)  # type: ignore[assignment]
+        return harness
+
+    def add(self, harness: EngineHarness, **params: Any) -> list[Request]:
+        return harness.add(
+            self.prompt,
+            NUM_OUTPUTS,
+            mm_features=self.features,
+            temperature=0.0,
+            ignore_eos=True,
+            **params,
+        )
 
     def begin(self, loaded: LoadedModel, seq_id: int = 1, **fields: Any) -> Any:
         blocks = blocks_of(seq_id, loaded.layout.num_groups, NUM_PAGES)
@@ -169,6 +233,78 @@ def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
             steps = case.in_chunks(loaded, size)
             found = generate(case.runner(loaded), steps, len(case.prompt), NUM_OUTPUTS)
             assert found == expected, (device.name, size)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_an_engine_plans_images_beside_other_requests(name: str, tmp_path: Path) -> None:
+    """Choices, the same again (from the cache), another image in the same text, and text alone."""
+    case = Case(name, tmp_path)
+    loaded, expected = case.load(), case.expected()
+    for settings in ({"async_scheduling": True}, {"max_num_batched_tokens": 50}):
+        own = copy(case)
+        own.features, own.images = list(case.features), list(case.images)
+        harness = own.engine(loaded, **settings)
+        text = harness.add(list(range(3, 33)), 20, temperature=0.0, ignore_eos=True)
+        choices = own.add(harness, n=2)
+        harness.run()
+        (again,) = own.add(harness)
+        harness.run()
+        outputs = harness.outputs[again.request_id, 0]
+        assert max(each.num_cached_tokens for each in outputs) >= BLOCK
+        own.another_first_image()
+        (other,) = own.add(harness)
+        harness.run()
+        for request in (*choices, again):
+            assert harness.tokens_of(request) == expected, settings
+        assert harness.tokens_of(other) == own.expected(), settings
+        assert len(harness.tokens_of(text[0])) == 20
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_preempted_and_recovered_requests_have_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """Blocks for one and a half requests, and a worker that is replaced in the middle."""
+    case = Case(name, tmp_path)
+    loaded, expected = case.load(), case.expected()
+    pages = -(-3 * (len(case.prompt) + NUM_OUTPUTS) // (2 * BLOCK))
+    for loses in (False, True):
+        harness = case.engine(loaded, pages, {"max_input_tokens": 20}, enable_prefix_caching=False)
+        requests = [*case.add(harness), *case.add(harness), *case.add(harness)]
+        if loses:
+            while not harness.tokens_of(requests[0]):
+                harness.step()
+            runner = case.runner(loaded, pages)
+            harness.lose_workers(runner=runner)  # type: ignore[arg-type]
+        harness.run()
+        assert [harness.tokens_of(each) for each in requests] == [expected] * 3, loses
+
+
+def test_ranks_give_what_one_gives(tmp_path: Path) -> None:
+    """Each encodes every image."""
+    case = Case("smolvlm", tmp_path)
+    with Ranks(2) as ranks:
+        loaded = [case.load(CPU, group) for group in ranks.groups]
+        harness = case.engine(loaded[0])
+        runners = [case.runner(each) for each in loaded]
+        harness.runner = LockstepRunners(ranks, runners)  # type: ignore[assignment]
+        (request,) = case.add(harness)
+        harness.run()
+    assert harness.tokens_of(request) == case.expected()
+
+
+def test_a_lost_file_fails_its_requests_alone(tmp_path: Path) -> None:
+    case = Case("gemma3", tmp_path)
+    loaded, expected = case.load(), case.expected()
+    harness = case.engine(loaded)
+    (whole_one,) = case.add(harness)
+    case.features[0] = replace(
+        case.features[0],
+        mm_hash=b"l" * 32,
+        pixels=replace(case.features[0].pixels, name="0.lost"),
+    )
+    (lost,) = case.add(harness)
+    harness.run()
+    assert harness.finish_reason_of(lost) is FinishReason.ERROR
+    assert harness.tokens_of(whole_one) == expected
 
 
 def test_a_new_engine_starts_without_outputs(tmp_path: Path) -> None:
