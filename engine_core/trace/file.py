@@ -159,8 +159,8 @@ def start_trace(
 ) -> tuple[TraceFile, TraceRecorder] | None:
     """Return the trace of an engine and what writes its lines; None without --sched-trace.
 
-    scheduler: settings in effect. epoch: of the engine. encoder: of a model that reads images. Raises ConfigError if the file cannot be
-    created.
+    scheduler: settings in effect. epoch: of the engine. encoder: of a model that reads images.
+    Raises ConfigError if the file cannot be created.
     """
     if config.sched_trace is None:
         return None

@@ -5,12 +5,12 @@ from typing import Final, Protocol
 
 import msgspec
 
+from engine_core.block_hashing import NO_EXTRA_KEYS, ExtraKeys
 from engine_core.kv_cache.events import PoolObserver
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
-from engine_core.block_hashing import NO_EXTRA_KEYS, ExtraKeys
 from engine_core.request import Request
 from engine_core.scheduler.features.base import SchedulerObserver, Unblock
 from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
