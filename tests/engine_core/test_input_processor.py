@@ -276,6 +276,20 @@ def test_calls_are_answered():
     assert harness.outputs.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
 
 
+def test_the_encoder_cache_is_reset_by_call_unless_a_request_needs_it():
+    harness = InputProcessorHarness(
+        replace(LIMITS, vision=VISION), encoder=encoder_limits(max_embeds=4, max_input_tokens=1)
+    )
+    harness.receive(image_request((1, 3)))
+    harness.engine.step()
+    harness.receive(AdminCall(1, 5, "reset_encoder_cache"))
+    harness.engine.run()
+    harness.receive(AdminCall(1, 6, "reset_encoder_cache"))
+    refused, done = (reply for _, reply in harness.outputs.replies)
+    assert (refused.ok, done) == (False, AdminReply(1, 6, True))
+    assert "encoder outputs" in refused.detail
+
+
 def test_pause_and_resume_by_call():
     harness = InputProcessorHarness()
     harness.receive(request(1))

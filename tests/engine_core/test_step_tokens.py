@@ -78,5 +78,5 @@ def test_limits_with_which_an_image_could_never_be_computed_are_refused(
         limits_of(SchedulerConfig(**settings), is_bidirectional=is_bidirectional)
     if is_bidirectional:
         assert limits_of(SchedulerConfig(**settings)).vision.max_embeds == 256
-    enough = {name: 256 for name in settings}
+    enough = dict.fromkeys(settings, 256)
     assert limits_of(SchedulerConfig(**enough), is_bidirectional=is_bidirectional)
