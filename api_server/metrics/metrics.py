@@ -284,8 +284,7 @@ class Metrics(Collector):
             "tokend:encoder_cache_hits", "Those of them that were encoded for another request."
         )
         self._encoder_rows = self._counter(
-            "tokend:encoder_rows",
-            "Rows of encoder output of images, as a step's limit counts them.",
+            "tokend:encoder_rows", "Rows of encoder output of images that were computed."
         )
         self._encoder_seconds = self._counter(
             "tokend:encoder_seconds", "Seconds of steps in which images were encoded."

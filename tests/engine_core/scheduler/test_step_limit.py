@@ -1,10 +1,11 @@
 """What made a step shorter than its token budget."""
 
+import msgspec
 import pytest
 
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.gates import FakeGate
-from tests.fakes.images import encoder_limits, picture, with_pictures
+from tests.fakes.images import IMAGE_TOKEN, encoder_limits, picture, with_pictures
 
 PROMPT = list(range(40))
 
@@ -71,8 +72,8 @@ def test_a_request_waits_for_the_encoder():
     limits = encoder_limits(max_embeds=20, is_bidirectional=True)
     engine = EngineHarness(encoder=limits, max_num_batched_tokens=32)
     engine.add_one(PROMPT[:15])
-    prompt, _ = with_pictures([(1, 20)])
-    engine.add_one(prompt[1:], mm_features=[picture(1, 20, offset=-1)])  # it begins with rows
+    feature = msgspec.structs.replace(picture(1, 20), length=20)
+    engine.add_one([IMAGE_TOKEN] * 20, mm_features=[feature])
     assert limit_of(engine) == "chunks"
 
 
