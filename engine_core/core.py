@@ -103,6 +103,9 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             stack.enter_context(closing(kv_events))
             notice = f"KV events: {kv_events.config.endpoint}"
             supervisor.send(Notice(boot.role, boot.index, notice))
+        encoder: EncoderLimits | None = None
+        if boot.model.vision is not None:
+            encoder = encoder_limits(config, worker, boot.model.vision)
         recorder: TraceRecorder | None = None
         trace = start_trace(
             config.trace,
@@ -111,6 +114,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             worker,
             boot.epoch,
             config.cache.enable_prefix_caching,
+            encoder,
         )
         if trace is not None:
             file, recorder = trace
@@ -128,7 +132,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             profiler=None if profiling is None else EngineProfiler(profiling, workers),
             pools=pools,
             embedding_bytes=4 * boot.model.hidden_size * config.model.enable_prompt_embeds,
-            vision=boot.model.vision,
+            encoder=encoder,
             workers=workers,
             supervisor=supervisor,
             adapters=boot.adapters or (),
@@ -280,7 +284,7 @@ class EngineCore:
     epoch: of the engine. pools: the model pools prompts. embedding_bytes: as in
     RequestLimits. The optional parts: None if the feature is off.
 
-    vision: of a model that reads images.
+    encoder: of a model that reads images.
     workers, supervisor: for adapters. adapters: of an earlier engine.
 
     drafts: how tokens are drafted, for the operator; "" if they are not.
@@ -300,7 +304,7 @@ class EngineCore:
         *,
         pools: bool = False,
         embedding_bytes: int = 0,
-        vision: VisionFacts | None = None,
+        encoder: EncoderLimits | None = None,
         workers: WorkerGroup | None = None,
         supervisor: Link | None = None,
         adapters: Sequence[AdapterCard] = (),
@@ -350,7 +354,7 @@ class EngineCore:
             num_draft_positions=worker.num_draft_positions,
             report_begun=self._report_begun,
             lora=config.lora if config.lora.enable_lora else None,
-            encoder=None if vision is None else encoder_limits(config, worker, vision),
+            encoder=encoder,
         )
         self.adapters: AdapterRegistry | None = None
         if self.scheduler.adapters is not None:
@@ -371,7 +375,7 @@ class EngineCore:
             config.scheduler.crashes_until_isolated,
             pools=pools,
             embedding_bytes=embedding_bytes,
-            vision=vision,
+            vision=None if encoder is None else encoder.vision,
         )
         self.input_processor = InputProcessor(
             self.scheduler,

@@ -454,6 +454,7 @@ class Scheduler:
 
     def reset_encoder_cache(self) -> bool:
         """Forget all encoder outputs of images; False, with none forgotten, while any is needed."""
+        self._observer.on_event("encoder reset", "")
         return self._encoder_inputs is None or self._encoder_inputs.cache.reset()
 
     # A step

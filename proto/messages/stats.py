@@ -157,6 +157,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     encoder: EncoderStats | None = None
 
     @property
+    def encoder_cache_usage(self) -> float:
+        """Used share of the rows of encoder output, 0 to 1; 0 without images."""
+        return 0.0 if self.encoder is None else self.encoder.usage
+
+    @property
     def cpu_offload_usage(self) -> float:
         """Used share of the host memory for offloaded KV, 0 to 1; 0 without offloading."""
         shares = [tier.num_used / tier.num_blocks for tier in self.kv_tiers if tier.medium == "CPU"]

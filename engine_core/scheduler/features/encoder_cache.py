@@ -135,7 +135,7 @@ class EncoderCacheManager:
         for output in [*self._unclaimed.values(), *claimed]:
             if num_missing <= 0:
                 break
-            if output.is_confirmed and _may_evict(output, is_urgent=is_urgent):
+            if output.is_confirmed and _may_evict(output, request, is_urgent=is_urgent):
                 evicted.append(output)
                 num_missing -= output.feature.num_embeds
         if num_missing > 0:
@@ -237,12 +237,14 @@ class EncoderCacheManager:
             del self._claims[seq_id]
 
 
-def _may_evict(output: EncoderOutput, *, is_urgent: bool) -> bool:
-    """Return whether the rows of an output may be taken from the requests that claim it.
+def _may_evict(output: EncoderOutput, request: Request, *, is_urgent: bool) -> bool:
+    """Return whether a request may have the rows of an output, by the requests that claim it.
 
-    From parked ones; if it is urgent, from all that wait.
+    Those of other parked ones; if it is urgent, of all others that wait.
     """
     return all(
-        user.status is not RequestStatus.RUNNING and (is_urgent or user.status.is_blocked)
+        user is not request
+        and user.status is not RequestStatus.RUNNING
+        and (is_urgent or user.status.is_blocked)
         for user in output.users.values()
     )

@@ -147,6 +147,7 @@ class EncoderInputs(SchedulerFeature):
         have room for all of them.
         """
         end = first + num_new
+        self._parked.pop(request.seq_id, None)
         num_planned = self.cut_chunk(request, first, num_new, most)
         is_whole = num_planned < num_new and self._must_be_whole(request, first, end)
         if request.seq_id in self.stalled and (is_whole or not num_planned):
@@ -159,13 +160,12 @@ class EncoderInputs(SchedulerFeature):
 
     def begin_admission(self, plan: StepPlan) -> None:
         if self._parked:
-            self._serve_parked()
+            self._serve_parked(is_urgent=False)
 
     def end_admission(self) -> None:
         """Let a parked request have rows that ready ones claim, if otherwise nothing is done."""
         if self._parked and not self._slices and not self._running:
-            wait = self._parked_in_order()[0]
-            self._end_by_outputs(wait.request, wait.first, wait.end, may_begin=True, is_urgent=True)
+            self._serve_parked(is_urgent=True)
 
     def end_planning(self, plan: StepPlan, step: int) -> None:
         """Put the encoder work into a plan. step: its number."""
@@ -354,10 +354,11 @@ class EncoderInputs(SchedulerFeature):
             if not following or following[0].mm_hash != output.feature.mm_hash:
                 self._release(seq_id, output)
 
-    def _serve_parked(self) -> None:
+    def _serve_parked(self, *, is_urgent: bool) -> None:
         """Begin to encode images of parked requests, in the order of admission, within the budget.
 
-        Unblocks those that have what they need, also if another request had it encoded.
+        Unblocks those that have what they need, also if another request had it encoded. is_urgent:
+        as in `EncoderCacheManager.begin_output`.
         """
         for seq_id, wait in list(self._parked.items()):
             if wait.request.status is not self.status:
@@ -366,7 +367,7 @@ class EncoderInputs(SchedulerFeature):
         for wait in self._parked_in_order():
             request, first = wait.request, wait.first
             end = self._end_by_outputs(
-                request, first, wait.end, may_begin=may_begin, is_urgent=False
+                request, first, wait.end, may_begin=may_begin, is_urgent=is_urgent
             )
             if end < wait.end if wait.is_whole else end == first:
                 may_begin = False

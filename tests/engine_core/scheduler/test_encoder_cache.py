@@ -82,6 +82,12 @@ def test_rows_are_taken_from_requests_that_wait(status, for_parked, for_running)
         assert bool(cache.claims_of(one.seq_id)) is not may
 
 
+def test_a_request_does_not_lose_one_image_to_another_of_its_own():
+    cache, (one,) = EncoderCacheManager(10), requests(1, RequestStatus.WAITING_FOR_ENCODER)
+    encoded(cache, 1, 8, one)
+    assert encoded(cache, 2, 4, one, is_urgent=True) is None
+
+
 def test_nothing_is_evicted_in_vain():
     cache, (one, other) = EncoderCacheManager(10), requests(2)
     kept = encoded(cache, 1, 4, one)
