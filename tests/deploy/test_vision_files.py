@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deploy.models import hf_folder
+from deploy.models import hf_folder, wrapped_model
 from deploy.models.prepared_folder import ModelContents
+from deploy.models.vision_files import read_vision
 from proto.errors import ModelError
-from proto.messages.prepared_model import VISION_PREFIX, VisionFacts
+from proto.messages.prepared_model import VISION_PREFIX, TensorEntry, VisionFacts
 from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import spec_of
 from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
@@ -30,6 +31,7 @@ from worker.loader.digest import weights_digest
 from worker.loader.files import read_index, read_vision_index, read_whole_index
 from worker.loader.vision import load_vision
 from worker.loader.weights import load_model
+from worker.models.vision import vision_spec
 
 
 def read(folder: Path) -> ModelContents:
@@ -75,6 +77,127 @@ def test_the_prepared_folder(name: str, tmp_path: Path) -> None:
     assert whole == text | vision
     assert vision == {each for each in whole if each.startswith(VISION_PREFIX)} != set()
     load_model(prepared, spec_of(prepared), torch.float32, CPU, lambda fraction: None)
+
+
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "image_token_index": 262144,
+    "mm_tokens_per_image": 256,
+    "text_config": {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34},
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+LLAVA_1_5: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 32000,
+    "projector_hidden_act": "gelu",
+    "text_config": {"model_type": "llama", "vocab_size": 32064},
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+}
+SIGLIP_384: dict[str, Any] = LLAVA_1_5 | {
+    "text_config": {"model_type": "qwen2", "vocab_size": 152000},
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 384,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 26,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+"""As LLaVA-Interleave: the last pixels of a side are no whole patch."""
+SMOLVLM_256M: dict[str, Any] = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "model_type": "idefics3",
+    "image_token_id": 49190,
+    "scale_factor": 4,
+    "text_config": {"hidden_size": 576, "model_type": "llama", "vocab_size": 49280},
+    "vision_config": {
+        "hidden_size": 768,
+        "image_size": 512,
+        "max_image_size": {"longest_edge": 512},
+        "model_type": "idefics3",
+        "num_attention_heads": 12,
+        "patch_size": 16,
+        "size": {"longest_edge": 2048},
+    },
+}
+IDEFICS3_8B: dict[str, Any] = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "model_type": "idefics3",
+    "image_token_id": 128257,
+    "scale_factor": 2,
+    "text_config": {"hidden_size": 4096, "model_type": "llama", "vocab_size": 128259},
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 364,
+        "intermediate_size": 4304,
+        "model_type": "idefics3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "images", "embeds", "numbers"),
+    [
+        (GEMMA3_4B, {"size": {"height": 896, "width": 896}}, 256, 420),
+        (LLAVA_1_5, {"crop_size": {"height": 336, "width": 336}}, 576, 312),
+        (SIGLIP_384, {"size": {"height": 384, "width": 384}}, 729, 419),
+        (
+            SMOLVLM_256M,
+            {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}},
+            1088,
+            94,
+        ),
+        (
+            IDEFICS3_8B,
+            {"max_image_size": {"longest_edge": 364}, "size": {"longest_edge": 1456}},
+            2873,
+            432,
+        ),
+    ],
+)
+def test_published_configurations(
+    config: dict[str, Any], images: dict[str, Any], embeds: int, numbers: int
+) -> None:
+    """numbers: of the weights that are read, in millions."""
+    wrapped = wrapped_model.find(config)
+    assert wrapped is not None
+    entry = TensorEntry("vision_tower.post_layernorm.bias", "F32", (1,), 0, 0, 4)
+    found = read_vision(wrapped.architecture, wrapped.outer, wrapped.config, [entry], images, {})
+    assert found is not None
+    assert found.facts.max_embeds == embeds
+    spec = vision_spec(wrapped.architecture, {**wrapped.config, **found.settings}, images)
+    assert round(spec.weight_bytes(1) / 1e6) == numbers
 
 
 def vision_tensors(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -63,7 +62,7 @@ def read_vision_index(prepared: PreparedModel) -> TensorIndex:
 def _select(index: TensorIndex, *, is_vision: bool) -> TensorIndex:
     """Return the index of one part of a model."""
     tensors = [each for each in index.tensors if each.name.startswith(VISION_PREFIX) is is_vision]
-    return msgspec.structs.replace(index, tensors=tuple(tensors))
+    return TensorIndex(index.format, index.files, tuple(tensors))
 
 
 def read_whole_index(prepared: PreparedModel) -> TensorIndex:

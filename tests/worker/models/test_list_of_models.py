@@ -148,8 +148,8 @@ WRAPPED_TABLE = """
 ## Models that wrap a language model
 
 A folder for images or audio, in which a language model stands beside other parts, is served as its
-language model, for text. transformers' class of the whole model makes a tiny folder and computes
-the same prompts; the tokens are compared as above.
+language model, for text; the README lists those that read images, too. transformers' class of the
+whole model makes a tiny folder and computes the same prompts; the tokens are compared as above.
 
 | model type | language model | result |
 |---|---|---|"""
