@@ -205,7 +205,7 @@ def feature_at(offset: int, length: int, num_embeds: int) -> MultiModalFeature:
 
 
 def batch_of(vision: VisionFacts) -> InputBatch:
-    return InputBatch(3, 64, BLOCK, vision=vision)
+    return InputBatch(3, 4 * NUM_PAGES, BLOCK, vision=vision)
 
 
 def test_a_step_says_what_its_tokens_see() -> None:
