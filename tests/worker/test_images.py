@@ -142,9 +142,10 @@ class Case:
         loaded: LoadedModel,
         num_pages: int = 2 * NUM_PAGES,
         limits: Mapping[str, Any] = MappingProxyType({}),
+        runner: LockstepRunners | None = None,
         **settings: Any,
     ) -> EngineHarness:
-        """Return an engine with a runner. limits: of EncoderLimits."""
+        """Return an engine. limits: of EncoderLimits. runner: None for a new one."""
         assert self.prepared.vision is not None
         encoder = EncoderLimits(
             vision=self.prepared.vision, **{"cache_size": 200, "max_input_tokens": 5, **limits}
@@ -159,14 +160,14 @@ class Case:
             encoder=encoder,
             **settings,
         )
-        harness.runner = self.runner(loaded, num_pages)  # type: ignore[assignment]
+        harness.runner = runner or self.runner(loaded, num_pages)  # type: ignore[assignment]
         return harness
 
     def add(self, harness: EngineHarness, **params: Any) -> list[Request]:
         return harness.add(
             self.prompt,
             NUM_OUTPUTS,
-            mm_features=self.features,
+            mm_features=list(self.features),
             temperature=0.0,
             ignore_eos=True,
             **params,
@@ -284,9 +285,8 @@ def test_ranks_give_what_one_gives(tmp_path: Path) -> None:
     case = Case("smolvlm", tmp_path)
     with Ranks(2) as ranks:
         loaded = [case.load(CPU, group) for group in ranks.groups]
-        harness = case.engine(loaded[0])
         runners = ranks.run_on_all(lambda rank: case.runner(loaded[rank]))
-        harness.runner = LockstepRunners(ranks, runners)  # type: ignore[assignment]
+        harness = case.engine(loaded[0], runner=LockstepRunners(ranks, runners))
         (request,) = case.add(harness)
         harness.run()
     assert harness.tokens_of(request) == case.expected()
@@ -328,7 +328,7 @@ def test_memory_of_the_vision_part_is_planned(name: str, tmp_path: Path) -> None
         tower = sum(
             weight.numel()
             for key, weight in case.model.named_parameters()
-            if "language_model" not in key and "lm_head" not in key
+            if not any(part in key for part in ("language_model", "text_model", "lm_head"))
         )
         # Files have layers behind the last one that is read, which are not loaded.
         assert 0.5 * tower * itemsize < plan.vision_bytes <= tower * itemsize
