@@ -15,15 +15,18 @@ stores on disk agree. It is SHA-256 because a collision would show one client th
 
 import ctypes
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_char_p, c_int, c_int64
 from hashlib import sha256
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from engine_core import build_native
 from proto.messages.lora import LoRARequest
+from proto.messages.multimodal import MultiModalFeature
 
 HASH_BYTES: Final = 32
 """Length of a block hash."""
@@ -36,6 +39,9 @@ class ExtraKey(NamedTuple):
     value: bytes
 
 
+_end_of: Final = attrgetter("end")
+
+
 class ExtraKeys:
     """What besides its tokens decides the KV of a sequence: for each block an ordered list of keys.
 
@@ -46,12 +52,22 @@ class ExtraKeys:
     cache_salt: in the first block.
     prompt_embeds: num_prompt_tokens rows of equal length that stand in place of tokens;
         empty for none. A block has the digest of its rows, so equal beginnings are shared.
+    mm_features: images of the prompt, in its order. A block has the hash of each image in it, and
+        where the image begins, counted from the block. So text before the first image is shared.
     end: position from which on no block has a key of its own, so that runs are hashed together.
     digest: 32 bytes that stand for all keys; empty without any. Sequences of different digests
         share neither drafts nor a draft model's KV.
     """
 
-    __slots__ = ("_row_bytes", "cache_salt", "digest", "end", "lora_request", "prompt_embeds")
+    __slots__ = (
+        "_row_bytes",
+        "cache_salt",
+        "digest",
+        "end",
+        "lora_request",
+        "mm_features",
+        "prompt_embeds",
+    )
 
     def __init__(
         self,
@@ -59,13 +75,17 @@ class ExtraKeys:
         prompt_embeds: bytes = b"",
         num_prompt_tokens: int = 1,
         lora_request: LoRARequest | None = None,
+        mm_features: Sequence[MultiModalFeature] = (),
     ) -> None:
         self.lora_request = lora_request
+        self.mm_features = mm_features
         self.cache_salt = cache_salt
         self.prompt_embeds = prompt_embeds
         self._row_bytes = len(prompt_embeds) // num_prompt_tokens
         in_first_block = cache_salt is not None or lora_request is not None
         self.end = num_prompt_tokens if prompt_embeds else int(in_first_block)
+        if mm_features:
+            self.end = max(self.end, mm_features[-1].end)
         keys = self.of_block(0, self.end)
         self.digest = sha256(_encode_keys(keys)).digest() if keys else b""
 
@@ -85,6 +105,13 @@ class ExtraKeys:
             keys.append(ExtraKey("cache_salt", self.cache_salt.encode()))
         if rows := self.prompt_embeds[first * self._row_bytes : end * self._row_bytes]:
             keys.append(ExtraKey("prompt_embeds", sha256(rows).digest()))
+        features = self.mm_features
+        for index in range(bisect_right(features, first, key=_end_of), len(features)):
+            feature = features[index]
+            if feature.offset >= end:
+                break
+            place = struct.pack("<i", feature.offset - first)
+            keys.append(ExtraKey("image", feature.mm_hash + place))
         return keys
 
 

@@ -147,6 +147,7 @@ class BusyLoop:
             or output.finished_seq_ids
             or output.preempted_seq_ids
             or output.connector_metadata
+            or output.free_encoder_mm_hashes
         ):
             assert self._may_wait, "no request can progress"
             return None

@@ -57,11 +57,13 @@ from proto.messages.lifecycle import (
     WorkerReady,
 )
 from proto.messages.lora import AdapterCard
+from proto.messages.multimodal import EncoderLimits
 from proto.messages.pooling import MAX_INPUTS
+from proto.messages.prepared_model import VisionFacts
 from proto.runtime.process import freeze_heap
 from proto.runtime.sockets import Link, Poller
 from proto.settings.config import CPU_PREFILL_SLOWDOWN, SchedulerConfig, ServeConfig
-from proto.settings.config_checks import check_token_budget
+from proto.settings.config_checks import check_token_budget, check_vision
 from proto.settings.kv_events_config import KVEventsConfig
 from proto.settings.kv_transfer_config import KVTransferConfig, kv_transfer_config
 from proto.settings.lora_modules import parse_lora_modules
@@ -101,6 +103,9 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             stack.enter_context(closing(kv_events))
             notice = f"KV events: {kv_events.config.endpoint}"
             supervisor.send(Notice(boot.role, boot.index, notice))
+        encoder: EncoderLimits | None = None
+        if boot.model.vision is not None:
+            encoder = encoder_limits(config, worker, boot.model.vision)
         recorder: TraceRecorder | None = None
         trace = start_trace(
             config.trace,
@@ -109,6 +114,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             worker,
             boot.epoch,
             config.cache.enable_prefix_caching,
+            encoder,
         )
         if trace is not None:
             file, recorder = trace
@@ -126,6 +132,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             profiler=None if profiling is None else EngineProfiler(profiling, workers),
             pools=pools,
             embedding_bytes=4 * boot.model.hidden_size * config.model.enable_prompt_embeds,
+            encoder=encoder,
             workers=workers,
             supervisor=supervisor,
             adapters=boot.adapters or (),
@@ -277,6 +284,7 @@ class EngineCore:
     epoch: of the engine. pools: the model pools prompts. embedding_bytes: as in
     RequestLimits. The optional parts: None if the feature is off.
 
+    encoder: of a model that reads images.
     workers, supervisor: for adapters. adapters: of an earlier engine.
 
     drafts: how tokens are drafted, for the operator; "" if they are not.
@@ -296,6 +304,7 @@ class EngineCore:
         *,
         pools: bool = False,
         embedding_bytes: int = 0,
+        encoder: EncoderLimits | None = None,
         workers: WorkerGroup | None = None,
         supervisor: Link | None = None,
         adapters: Sequence[AdapterCard] = (),
@@ -345,6 +354,7 @@ class EngineCore:
             num_draft_positions=worker.num_draft_positions,
             report_begun=self._report_begun,
             lora=config.lora if config.lora.enable_lora else None,
+            encoder=encoder,
         )
         self.adapters: AdapterRegistry | None = None
         if self.scheduler.adapters is not None:
@@ -365,6 +375,7 @@ class EngineCore:
             config.scheduler.crashes_until_isolated,
             pools=pools,
             embedding_bytes=embedding_bytes,
+            vision=None if encoder is None else encoder.vision,
         )
         self.input_processor = InputProcessor(
             self.scheduler,
@@ -465,6 +476,25 @@ def without_kv_cache(config: ServeConfig) -> ServeConfig:
     scheduler = msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
     cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
     return msgspec.structs.replace(config, scheduler=scheduler, cache=cache)
+
+
+def encoder_limits(config: ServeConfig, worker: WorkerReady, vision: VisionFacts) -> EncoderLimits:
+    """Return how images are encoded: on a CPU in slices, elsewhere as a whole.
+
+    Raises ConfigError for settings with which an image could never be computed.
+    """
+    scheduler = config.scheduler
+    check_vision(scheduler, vision)
+    max_input_tokens = scheduler.max_num_encoder_input_tokens
+    if worker.computes_ahead:
+        most = scheduler.token_budget if max_input_tokens is None else max_input_tokens
+        max_input_tokens = max(most, vision.max_embeds)
+    return EncoderLimits(
+        vision=vision,
+        cache_size=scheduler.encoder_cache_rows(vision.max_embeds),
+        max_input_tokens=max_input_tokens,
+        splits=not worker.computes_ahead,
+    )
 
 
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:

@@ -264,6 +264,9 @@ class InputProcessor:
                 detail = "" if ok else f"{self._scheduler.num_unfinished} requests are unfinished"
                 if ok and message.reset_external and not self._scheduler.kv_transfer.reset_cache():
                     ok, detail = False, "copies of the KV connector are in progress"
+            case "reset_encoder_cache":
+                ok = self._scheduler.reset_encoder_cache()
+                detail = "" if ok else "requests need encoder outputs of images"
             case "pause":
                 if message.ends_unfinished:
                     self._abort_all_requests()

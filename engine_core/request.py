@@ -28,7 +28,8 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_*: parked in the queue until something other than room is there: a grammar, KV from
         a connector, more input, a prefix that another request is computing, the end of a pause, the
         prompt's KV of another choice, the other rows of a beam search, the trial of a request that
-        may have crashed processes, an adapter, a feature from outside.
+        may have crashed processes, an adapter, a feature from outside, the encoder output of an
+        image.
     RUNNING: holds blocks and is scheduled.
     PREEMPTED: back in the queue; its tokens are kept, its KV can be found until it is overwritten.
     FINISHED_*: ended; the number decides the finish reason.
@@ -45,8 +46,9 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_ISOLATION = 8
     WAITING_FOR_FEATURE = 9
     WAITING_FOR_ADAPTER = 10
-    RUNNING = 11
-    PREEMPTED = 12
+    WAITING_FOR_ENCODER = 11
+    RUNNING = 12
+    PREEMPTED = 13
     FINISHED_STOPPED = 20
     FINISHED_LENGTH = 21
     FINISHED_ABORTED = 22
@@ -99,6 +101,8 @@ class Request:
         seed, choice: key of its random numbers.
         order: (priority, arrival, request id, choice); the lower goes first by priority.
         lora_request: the adapter that computes it; None for the model alone.
+        mm_features: images of the prompt, in its order. mm_end: position after the last one, 0
+            without any.
         pooling_params: of a request whose prompt is pooled; None for one that generates.
         skip_reading_prefix_cache: every prompt position must be computed, for prompt logprobs or
             pooling, or because the client wants it. Becomes False for all choices once one of
@@ -164,6 +168,8 @@ class Request:
         self.arrival_time = arrival_time
         self.extra_keys = extra_keys
         self.lora_request = extra_keys.lora_request
+        self.mm_features = extra_keys.mm_features
+        self.mm_end = self.mm_features[-1].end if self.mm_features else 0
         self.tenant = tenant
         self.agent = agent
         self.label = label
@@ -340,10 +346,10 @@ def choices_of(
     """
     prompt_hashes: list[bytes] = []
     extra_keys = NO_EXTRA_KEYS
-    lora = message.lora_request
-    if message.cache_salt is not None or message.prompt_embeds or lora is not None:
+    lora, images = message.lora_request, message.mm_features
+    if message.cache_salt is not None or message.prompt_embeds or lora is not None or images:
         extra_keys = ExtraKeys(
-            message.cache_salt, message.prompt_embeds, len(message.prompt_token_ids), lora
+            message.cache_salt, message.prompt_embeds, len(message.prompt_token_ids), lora, images
         )
     if hasher is not None:
         hasher.extend(prompt_hashes, message.prompt_token_ids, extra_keys)

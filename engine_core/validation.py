@@ -13,6 +13,8 @@ from proto.messages.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInpu
 from proto.messages.grammar import MAX_GRAMMAR_BYTES, GrammarSource
 from proto.messages.logit_edits import LogitEdits
 from proto.messages.lora import DIGEST_BYTES
+from proto.messages.multimodal import MM_HASH_BYTES, MultiModalFeature
+from proto.messages.prepared_model import VisionFacts
 from proto.messages.sampling_params import SamplingParams
 
 
@@ -23,7 +25,7 @@ class RequestLimits:
     vocab_size: token ids are below it. max_model_len: maximum tokens of prompt and output.
     priorities: whether the scheduling policy uses them. crashes_until_isolated: the setting.
     pools: whether the model pools prompts instead of generating. embedding_bytes: of a row of
-    prompt_embeds; 0 refuses them.
+    prompt_embeds; 0 refuses them. vision: None for a model that reads no images.
     """
 
     vocab_size: int
@@ -32,6 +34,7 @@ class RequestLimits:
     crashes_until_isolated: int = 3
     pools: bool = False
     embedding_bytes: int = 0
+    vision: VisionFacts | None = None
 
 
 def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
@@ -58,6 +61,7 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
     _check_token_ids(message.prompt_token_ids, limits, "prompt")
     _check_token_ids(params.eos_token_ids, limits, "eos_token_ids")
     _check_prompt_embeds(message, limits)
+    _check_images(message, limits.vision)
     _check_pooling(message, limits)
     _check_adapter(message)
     num_outputs = 0 if limits.pools else params.max_tokens
@@ -120,9 +124,45 @@ def _check_prompt_embeds(message: EngineCoreRequest, limits: RequestLimits) -> N
         (message.sampling_params.prompt_logprobs is not None, "prompt_logprobs"),
         (message.resumable, "a session"),
         (message.pooling_params is not None, "pooling"),
+        (bool(message.mm_features), "an image"),
     ):
         if is_used:
             raise InvalidRequestError(f"{name} does not go with prompt_embeds", "prompt_embeds")
+
+
+def _check_images(message: EngineCoreRequest, vision: VisionFacts | None) -> None:
+    """Refuse images that are not where the prompt has their tokens, one after the other."""
+    features = message.mm_features
+    if not features:
+        return
+    if vision is None:
+        raise InvalidRequestError("the model reads text only, no images", "messages")
+    _refuse_used([(message.pooling_params is not None, "an image")], "pooling", "messages")
+    end = 0
+    for number, feature in enumerate(features, 1):
+        problem = _problem_of_image(feature, end, message.prompt_token_ids, vision)
+        if problem:
+            raise InvalidRequestError(f"image {number} of the prompt {problem}", "messages")
+        end = feature.end
+
+
+def _problem_of_image(
+    feature: MultiModalFeature, least_offset: int, prompt: list[int], vision: VisionFacts
+) -> str:
+    """Return what is wrong with an image; "" for nothing."""
+    if not least_offset <= feature.offset < feature.end <= len(prompt):
+        return f"has the tokens [{feature.offset}, {feature.end}), out of place"
+    if not 1 <= feature.num_embeds <= vision.max_embeds:
+        return f"has {feature.num_embeds} rows, the model takes 1 to {vision.max_embeds}"
+    num_tokens = prompt[feature.offset : feature.end].count(vision.image_token_id)
+    if num_tokens != feature.num_embeds:
+        return f"has {feature.num_embeds} rows for {num_tokens} tokens"
+    if len(feature.mm_hash) != MM_HASH_BYTES:
+        return f"has a hash of {len(feature.mm_hash)} bytes"
+    name, shape = feature.pixels.name, feature.pixels.shape
+    if not name or "/" in name or name.startswith(".") or not shape or min(shape) < 1:
+        return "has no pixels"
+    return ""
 
 
 def _check_pooling(message: EngineCoreRequest, limits: RequestLimits) -> None:

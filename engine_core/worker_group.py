@@ -24,6 +24,7 @@ import msgspec
 
 from engine_core.pool_plan import PoolPlan, check_ranks, plan_pool
 from proto import PROTOCOL_VERSION
+from proto.codec import changed
 from proto.errors import ModelError, TokendError
 from proto.messages.kv_connector import KVConnectorOutput, KVConnectorReport
 from proto.messages.lifecycle import (
@@ -267,7 +268,10 @@ class WorkerGroup:
             del self._adapter_loads[message.lora_int_id]
 
     def _pop_complete_results(self) -> list[ModelRunnerOutput]:
-        """Return rank 0's results of complete steps; all ranks must have sampled the same."""
+        """Return rank 0's results of complete steps; all ranks must have sampled the same.
+
+        An image has failed if any rank could not encode it.
+        """
         complete: list[ModelRunnerOutput] = []
         while self._links and all(self._results):
             first, *others = [results.popleft() for results in self._results]
@@ -280,6 +284,9 @@ class WorkerGroup:
                     raise WorkerFailedError(
                         rank, f"has other tokens in step {first.step} than worker 0"
                     )
+                if other.failed_mm_hashes:
+                    failed = [*first.failed_mm_hashes, *other.failed_mm_hashes]
+                    first = changed(first, failed_mm_hashes=failed)
             complete.append(first)
         return complete
 

@@ -24,7 +24,7 @@ from proto.messages.lifecycle import (
     describe_weights,
 )
 from proto.messages.prepared_model import PreparedModel
-from proto.settings.config import LoRAConfig, ServeConfig
+from proto.settings.config import LoRAConfig, ServeConfig, memory_size
 from proto.settings.kv_media_checks import kv_outlives_process
 from proto.settings.pooler_config import pooler_of
 from proto.settings.speculative_config import HEAD_METHODS
@@ -44,12 +44,14 @@ from worker.loader.formats import (
 )
 from worker.loader.source import block_columns
 from worker.loader.transformers_weights import load_transformers
+from worker.loader.vision import load_vision
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 from worker.models.registry import model_spec, read_config
 from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
+from worker.models.vision.encoder import VisionEncoder
 from worker.parallel.group import RankGroup
 from worker.plan.draft_settings import (
     draft_cache,
@@ -110,7 +112,8 @@ class LoadedModel:
     pooling_head: None for a model that generates. attention_kernels: "" for the default ones.
     weights_hash: all weights, or the manifest's sample of them if no KV outlives the process.
     draft: the model that proposes drafts; None without one. adapters: those that requests may use;
-    None without --enable-lora.
+    None without --enable-lora. vision: what encodes images, whole on each rank; None for a model
+    that reads none.
     """
 
     prepared: PreparedModel
@@ -128,6 +131,7 @@ class LoadedModel:
     attention_kernels: str = ""
     draft: LoadedDraft | None = None
     adapters: AdapterStore | None = None
+    vision: VisionEncoder | None = None
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -258,6 +262,11 @@ def load(
     logger.info("weights: %s", describe_weights(memory))
     if notice := describe_dense_weights(weight_format):
         report(Notice("worker", group.rank, notice))
+    vision = None
+    if pooler is None and prepared.vision is not None:
+        vision = load_vision(prepared, dtype, device)
+        if group.rank == 0:
+            logger.info("vision part: %s", memory_size(plan.vision_bytes))
     layout, geometry = layer_cache(model.spec, kv_dtype, max_logged_tokens(config))
     attention_kernels = device.choose_attention(
         model.spec.attention_shape, dtype, kv_dtype, prepared.folder
@@ -281,6 +290,7 @@ def load(
         pooling_head=None if pooler is None else PoolingHead.load(pooler, prepared),
         attention_kernels=attention_kernels,
         draft=loaded_draft,
+        vision=vision,
         adapters=None
         if targets is None
         else adapter_store(config.lora, prepared, whole, targets, dtype, device, group),

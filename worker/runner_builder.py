@@ -26,6 +26,7 @@ from worker.plan.memory_plan import step_tokens
 from worker.speculation.draft_model import TOKEN_BYTES
 from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle_head import EagleHead
+from worker.step.encoder_cache import EncoderCache
 from worker.step.routed_experts import RoutedExpertsCache, record_experts, routing_bytes
 from worker.step.runner_parts import DrafterParts, Runner, RunnerParts
 
@@ -35,6 +36,7 @@ class RunnerBuilder:
 
     fault_injector: replaces hidden states by NaN if a test asks for it. report: sends a message to
     the supervisor. step_tokens: token budget of a step, for which memory is kept beside the pool.
+    pixels_folder: of the daemon, with the pixels of images.
     kv_cache_bytes: memory for the KV pool, the same for every engine of this worker.
     routing_bytes: of a token's routed experts; 0 if no request may return them.
     """
@@ -45,11 +47,13 @@ class RunnerBuilder:
         loaded: LoadedModel,
         fault_injector: FaultInjector,
         report: Callable[[Progress | Notice], None],
+        pixels_folder: str,
     ) -> None:
         self._config = config
         self._loaded = loaded
         self._fault_injector = fault_injector
         self._report = report
+        self._pixels_folder = pixels_folder
         self._device = loaded.device
         self.step_tokens = step_tokens(config, loaded.prepared, self._device, loaded.model.spec)
         # Ranks route alike, and the engine reads the answers of the first.
@@ -115,6 +119,9 @@ class RunnerBuilder:
             drafter=self._create_drafter(message, batch),
             pooling_head=loaded.pooling_head,
             adapters=loaded.adapters,
+            encoder_cache=(
+                None if loaded.vision is None else EncoderCache(loaded.vision, self._pixels_folder)
+            ),
             fault_injector=None if self._fault_injector.idle else self._fault_injector,
             is_batch_invariant=loaded.is_batch_invariant,
             show_captured=self._show_captured,
@@ -205,6 +212,7 @@ class RunnerBuilder:
             block_size,
             self._loaded.layout.num_groups,
             has_states=self._loaded.layout.states is not None,
+            vision=self._loaded.prepared.vision,
         )
 
     def _run_largest_step(self) -> None:

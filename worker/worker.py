@@ -43,7 +43,7 @@ from proto.messages.profiler import ProfileCall
 from proto.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.runtime.faults import FaultInjector
 from proto.runtime.process import describe, freeze_heap
-from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE
+from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE, pixels_folder
 from proto.runtime.sockets import Link, Poller, worker_path
 from worker.create_device import create_device
 from worker.device import Device
@@ -210,7 +210,11 @@ class Worker:
             config.trace.parsed_profiler(), boot.index, device.profiler_activities()
         )
         self._runner_builder = RunnerBuilder(
-            config, self._loaded, self._fault_injector, supervisor.send
+            config,
+            self._loaded,
+            self._fault_injector,
+            supervisor.send,
+            pixels_folder(boot.run_dir),
         )
         self._phases.end("weights")
 

@@ -93,6 +93,11 @@ _ENGINE_GAUGES: Final[Mapping[str, tuple[str, str, Callable[[list[float]], float
         "Used share of the host memory for KV, 0 to 1.",
         max,
     ),
+    "encoder_cache_usage": (
+        "tokend:encoder_cache_usage",
+        "Used share of the rows of encoder output of images, 0 to 1.",
+        max,
+    ),
     "num_queued_reqs": ("tokend:queued_reqs", "Choices that wait for their first step.", sum),
     "num_queued_tokens": ("tokend:queued_tokens", "Prompt tokens of these choices.", sum),
     "num_pinned_blocks": (
@@ -271,6 +276,18 @@ class Metrics(Collector):
         )
         self._lora_load_seconds = self._histogram(
             "tokend:lora_load_seconds", "Load of an adapter in all workers.", LORA_LOAD_SECONDS
+        )
+        self._encoder_queries = self._counter(
+            "tokend:encoder_cache_queries", "Images whose encoder output requests needed."
+        )
+        self._encoder_hits = self._counter(
+            "tokend:encoder_cache_hits", "Those of them that were encoded for another request."
+        )
+        self._encoder_rows = self._counter(
+            "tokend:encoder_rows", "Rows of encoder output of images that were computed."
+        )
+        self._encoder_seconds = self._counter(
+            "tokend:encoder_seconds", "Seconds of steps in which images were encoded."
         )
         self._medium_counters = {
             field: self._counters(name, text, "medium", _MEDIA)
@@ -528,6 +545,11 @@ class Metrics(Collector):
             self._lora_evictions.increment(stats.lora.num_evicted)
             for seconds in stats.lora.load_seconds:
                 self._lora_load_seconds.observe(seconds)
+        if stats.encoder is not None:
+            self._encoder_queries.increment(stats.encoder.num_queries)
+            self._encoder_hits.increment(stats.encoder.num_hits)
+            self._encoder_rows.increment(stats.encoder.num_rows)
+            self._encoder_seconds.increment(stats.encoder.seconds)
 
     def count_discarded_tokens(self, cause: str, num_tokens: int) -> None:
         """Count tokens that are not sent: "after_stop" (a stop string) or "repeated"."""

@@ -397,6 +397,13 @@ class PrefillThrottle(SchedulerFeature):
         num_tokens = max(MIN_PROMPT_TOKENS, self._num_fitting(num_decoding), num_needed)
         return min(num_tokens, self._token_budget)
 
+    def spare_seconds(self, num_decoding: int) -> float:
+        """Return how much longer a step may take than its decoding requests; infinite: no limit."""
+        if not self._max_slowdown or not num_decoding:
+            return inf
+        decode = self._seconds_to_decode(num_decoding) if self._decode_seconds else 0.0
+        return max(self._max_slowdown * decode, SHORT_SECONDS) - decode
+
     def on_released(self, request: Request) -> None:
         if request.num_output_tokens:
             num_prompt = request.num_prompt_tokens - request.num_cached_tokens
@@ -408,9 +415,7 @@ class PrefillThrottle(SchedulerFeature):
         """Return the prompt tokens with which a step is short enough; 0 while that is unknown."""
         if not self._decode_seconds or not self._token_seconds:
             return 0
-        decode = self._seconds_to_decode(num_decoding)
-        seconds = max(self._max_slowdown * decode, SHORT_SECONDS) - decode
-        return int(seconds / self._token_seconds) // MULTIPLE * MULTIPLE
+        return int(self.spare_seconds(num_decoding) / self._token_seconds) // MULTIPLE * MULTIPLE
 
     def learn_step(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from the time of a step with decoding rows, drafts included, and prompt tokens."""

@@ -119,6 +119,8 @@ class OutputBuilder:
             lookahead_seq_ids=list(plan.lookahead),
             num_lookahead_tokens=list(plan.lookahead.values()),
             min_draft_acceptance_prob=plan.min_draft_acceptance_prob,
+            scheduled_encoder_inputs=plan.encoder_slices,
+            free_encoder_mm_hashes=plan.free_mm_hashes,
         )
 
     def _describe(self, request: Request, num_tokens: int) -> NewRequestData:
@@ -138,6 +140,7 @@ class OutputBuilder:
             prompt_embeds=request.extra_keys.prompt_embeds,
             lora_int_id=0 if lora is None else lora.lora_int_id,
             lora_scale=1.0 if lora is None else lora.scale,
+            mm_features=list(request.mm_features),
         )
 
     def _changes(

@@ -13,7 +13,8 @@ preempted for one (`features/speculative_decoding.py`). A request whose draft is
 left out until the result says how many tokens it got; others may be planned ahead. A request that
 waits for a grammar mask is left out, too. Requests that defer to another tenant
 (`features/fairness.py`) may get nothing for a while, because requests that were served less are
-served first.
+served first. So may one that stands before an image without encoder output
+(`features/encoder_inputs.py`), which the workers encode then.
 
 The first waiting request without room ends admission, so no later request overtakes it. If all that
 it lacks is prompt tokens of this step, requests whose KV a connector has may pass it, because they
@@ -29,6 +30,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import rules_of
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature, features_with
+from engine_core.scheduler.features.encoder_inputs import EncoderInputs
 from engine_core.scheduler.features.fairness import TenantFairness
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.kv_transfer import KVTransferManager
@@ -58,9 +60,10 @@ class _Refusal:
         more blocks are free, or its first chunk is shorter
         its cached prefix is longer, or shorter: the first chunk then ends at an earlier token
 
-    A refusal is not remembered in three cases: with rules or a connector, which consider more than
-    this; with windows, where an earlier block may be lost or a later one found; and in a step that
-    admitted a request, because this one may share that request's blocks as a fork in the next step.
+    A refusal is not remembered in four cases: with rules or a connector, which consider more than
+    this; with windows, where an earlier block may be lost or a later one found; with images, whose
+    outputs decide on the first chunk, too; and in a step that admitted a request, because this one
+    may share that request's blocks as a fork in the next step.
     """
 
     request: Request
@@ -74,7 +77,8 @@ class _Refusal:
 class StepPlanner:
     """Fills the plan of a step while its tokens, sequences, positions and blocks last.
 
-    held: sequences that wait for a mask (`Grammars`).
+    held: sequences that wait for a mask (`Grammars`). encoder_inputs: None for a model without
+    images.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class StepPlanner:
         speculation: SpeculativeDecoding,
         kv_transfer: KVTransferManager,
         held: set[int],
+        encoder_inputs: EncoderInputs | None,
     ) -> None:
         self._waiting = lifecycle.waiting
         self._running = lifecycle.running
@@ -99,8 +104,10 @@ class StepPlanner:
         self._admitting = features_with("on_admitted", features)
         self._chunks = chunks
         self._max_num_seqs = config.max_num_seqs
-        # Each running request needs a token per step.
-        self._max_running = min(config.max_num_seqs, chunks.token_budget)
+        # Each running request needs a token per step; an image that cannot be cut needs all of its.
+        num_whole = 1 if encoder_inputs is None else encoder_inputs.num_whole_tokens
+        self._max_running = min(config.max_num_seqs, chunks.token_budget - num_whole + 1)
+        self._encoder_inputs = encoder_inputs
         self._rules = rules_of(config, kv_cache, self._running, preemption.watermarks)
         self._held = held
         self._preemption = preemption
@@ -123,6 +130,8 @@ class StepPlanner:
         self._preemption.preempt_above_watermark(plan)
         deferred = self._fairness.order_running()
         plan.prompt_budget = self._prompt_budget()
+        if self._encoder_inputs is not None:
+            self._begin_encoding(plan)
         speculation = self._speculation
         if speculation.is_active:
             speculation.fill_drafts(plan)
@@ -155,7 +164,8 @@ class StepPlanner:
         tenants        it waits for others that were served less
                        (`TenantFairness.waits_for_deferred`)
         chunks         its prompt fits in no chunk (--no-enable-chunked-prefill,
-                       `ChunkRule.first_chunk`)
+                       `ChunkRule.first_chunk`), or an image that cannot be cut does not
+                       (`EncoderInputs.cut_chunk`)
         blocks         the pool has no block, or no slot for a recurrent state, for it, or a rule
                        keeps it (`_has_room`, `_load`, admission_rules.py:rules_of)
 
@@ -164,6 +174,8 @@ class StepPlanner:
         chunks         a prompt has as many tokens as one may (--long-prefill-token-threshold,
                        `_plan_running`)
         blocks         a running request lacks them and may preempt none (`_plan_running`)
+        encoder        a request stands before an image whose encoder output is not complete
+                       (`EncoderInputs.cut_chunk`)
         blocked        features hold all waiting requests back (`_is_blocked`): for each
                        RequestStatus.WAITING_FOR_… one
         results        running requests wait for the result of a step in flight, or for a mask
@@ -193,7 +205,9 @@ class StepPlanner:
             if self._fairness.waits_for_deferred(head):
                 return "tenants"
             num_missing = head.num_tokens - head.num_computed_tokens
-            return "blocks" if self._first_chunk(num_missing, plan) else "chunks"
+            if plan.lacks_tokens or not self._first_chunk(num_missing, plan):
+                return "chunks"
+            return "blocks"
         if (
             plan.num_prefilling
             and chunks.longest_chunk < chunks.token_budget
@@ -202,6 +216,8 @@ class StepPlanner:
             return "chunks"
         if plan.lacks_blocks:
             return "blocks"
+        if self._encoder_inputs is not None and self._encoder_inputs.holds_any:
+            return "encoder"
         if len(waiting):
             return "blocked"
         num_planned = len(plan.continued) + len(plan.admitted)
@@ -244,6 +260,14 @@ class StepPlanner:
             num_running - num_prefilling, num_running + num_startable
         )
 
+    def _begin_encoding(self, plan: StepPlan) -> None:
+        """Begin the encoder work of the step, and make room for an image that cannot be cut."""
+        assert self._encoder_inputs is not None
+        num_decoding = len(self._running) - self._fairness.num_prefilling
+        self._encoder_inputs.begin_step(self._throttle.spare_seconds(num_decoding))
+        least = self._encoder_inputs.least_prompt_tokens
+        plan.prompt_budget = max(plan.prompt_budget, min(least, plan.budget))
+
     # Running requests
 
     def _plan_running(
@@ -255,7 +279,7 @@ class StepPlanner:
         the time of schedule() is spent in this loop, so what it reads often is in local variables.
         """
         running, longest_chunk, held = self._running, self._chunks.longest_chunk, self._held
-        allocate_slots = self._kv_cache.allocate_slots
+        allocate_slots, encoder_inputs = self._kv_cache.allocate_slots, self._encoder_inputs
         budget, prompt_budget = plan.budget, plan.prompt_budget
         while position < end and budget > 0:
             request = running[position]
@@ -277,6 +301,12 @@ class StepPlanner:
                 num_new = min(num_new, prompt_budget)
                 if num_new <= 0:
                     continue  # decoding requests after it may still be planned
+            if encoder_inputs is not None and request.num_computed_tokens < request.mm_end:
+                num_new = encoder_inputs.cut_chunk(
+                    request, request.num_computed_tokens, num_new, min(longest_chunk, budget)
+                )
+                if num_new == 0:
+                    continue
             blocks = allocate_slots(request, num_new)
             while blocks is None:
                 if num_drafts:  # no request is preempted for a draft
@@ -433,9 +463,9 @@ class StepPlanner:
         return self._chunks.first_chunk(num_missing, min(plan.budget, plan.prompt_budget))
 
     def _remember_refusal(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
-        if not self._remembers or plan.admitted:
-            return
         request, num_computed = candidate.request, candidate.num_computed_tokens
+        if not self._remembers or plan.admitted or num_computed < request.mm_end:
+            return
         num_found = num_computed // self._kv_cache.block_size
         num_dropped = 0 if request.num_computed_tokens else self._kv_cache.num_dropped_blocks
         end = num_found + num_dropped  # of the blocks that were cached
@@ -451,18 +481,22 @@ class StepPlanner:
     def _is_blocked(self, candidate: Candidate, plan: StepPlan) -> bool:
         for feature in self._blocking:
             if feature.is_blocked(candidate):
-                candidate.request.status = feature.status
-                self._waiting.park_request(candidate.request)
-                self._kv_transfer.on_parked(candidate.request)
-                _note_lookup(candidate, plan)
+                self._park(candidate, feature.status, plan)
                 return True
         return False
+
+    def _park(self, candidate: Candidate, status: RequestStatus, plan: StepPlan) -> None:
+        candidate.request.status = status
+        self._waiting.park_request(candidate.request)
+        self._kv_transfer.on_parked(candidate.request)
+        _note_lookup(candidate, plan)
 
     def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
         """Admit a waiting request, most often the head of the queue; False if it has to wait.
 
         Also returns True if a running request was preempted for it: then it is considered again,
-        because the prefix that it found in the cache may be gone.
+        because the prefix that it found in the cache may be gone. And if it was parked, because all
+        that it could compute now is an image without encoder output.
 
         0                       num_computed                  num_tokens
         |---its own-or--|            |           |                 |
@@ -491,6 +525,16 @@ class StepPlanner:
         num_new = self._chunks.first_chunk(num_missing, min(plan.budget, prompt_budget))
         if num_new == 0:
             return False
+        encoder_inputs = self._encoder_inputs
+        if encoder_inputs is not None and num_computed < request.mm_end:
+            longest = min(self._chunks.longest_chunk, plan.budget)
+            num_new = encoder_inputs.first_chunk(request, num_computed, num_new, longest)
+            if encoder_inputs.is_parked(request):
+                self._park(candidate, encoder_inputs.status, plan)
+                return True
+            if num_new == 0:
+                plan.lacks_tokens = True
+                return False
         if not self._has_room(request, num_new, candidate):
             if self._fairness.preempt_for(request, plan):
                 return True

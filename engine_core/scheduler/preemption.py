@@ -15,6 +15,7 @@ from typing import Any, Final
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import KVWatermarks
+from engine_core.scheduler.features.encoder_inputs import EncoderInputs
 from engine_core.scheduler.keyed_heap import KeyedHeap
 from engine_core.scheduler.queues.policies import FairSchedulingPolicy
 from engine_core.scheduler.request_lifecycle import RequestLifecycle
@@ -167,7 +168,9 @@ class Preemption:
         kv_cache: KVCacheManager,
         watermarks: KVWatermarks | None,
         non_running_blocks: NonRunningBlocks,
+        encoder_inputs: EncoderInputs | None,
     ) -> None:
+        self._encoder_inputs = encoder_inputs
         self._preemption_order = preemption_order
         self._requests = lifecycle.requests
         self._waiting = lifecycle.waiting
@@ -245,6 +248,8 @@ class Preemption:
     def _requeue(self, victim: Request, now: float) -> None:
         self._preemption_order.remove_running(victim)
         self._kv_cache.free(victim)
+        if self._encoder_inputs is not None:
+            self._encoder_inputs.on_preempted(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.spec_token_ids.clear()

@@ -15,6 +15,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.adapters import AdapterGate
 from engine_core.scheduler.features.beam_groups import BeamGroup, BeamGroups
+from engine_core.scheduler.features.encoder_inputs import EncoderInputs
 from engine_core.scheduler.features.resumable_sessions import ResumableSessions
 from engine_core.scheduler.features.retention.agent_sessions import AgentSessions
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
@@ -156,7 +157,7 @@ class ResultPass:
 
     rewound_until_step: see `KVTransferManager`.
     vocab_size: sampled token ids are below it.
-    adapters: None if none are served.
+    adapters: None if none are served. encoder_inputs: None for a model that reads no images.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class ResultPass:
         usage: TenantUsage,
         speculation: SpeculativeDecoding,
         adapters: AdapterGate | None,
+        encoder_inputs: EncoderInputs | None,
         *,
         max_model_len: int,
         vocab_size: int,
@@ -184,6 +186,7 @@ class ResultPass:
         self._usage = usage
         self._speculation = speculation
         self._adapters = adapters
+        self._encoder_inputs = encoder_inputs
         self._learns_outputs = speculation.is_active
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -197,6 +200,8 @@ class ResultPass:
         self._kv_transfer.confirm_loads(output.step)
         outputs: OutputsByFrontEnd = {}
         num_unfinished = len(self._requests)
+        if self._encoder_inputs is not None:
+            self._fail_images(self._encoder_inputs.end_step(output, result), outputs)
         invalid = self._apply_rows(output, result, outputs)
         if len(self._requests) < num_unfinished:
             self._end_turns(outputs)
@@ -413,6 +418,21 @@ class ResultPass:
                 self.fail_request(request, _corrupted_error(request), outputs)
             elif seq_id in self._lifecycle.recently_ended:
                 self._discard_kv(self._lifecycle.recently_ended[seq_id][0])
+
+    def _fail_images(
+        self, failing: Sequence[tuple[Request, int]], outputs: OutputsByFrontEnd
+    ) -> None:
+        """End requests with an image that could not be encoded, and make their KV unfindable.
+
+        failing: requests, which may have ended, and the number of the image in the prompt.
+        """
+        for request, number in failing:
+            if request.scheduled_at is not None:
+                self._discard_kv(request)
+            if request.seq_id in self._requests:
+                request.num_computed_tokens = 0
+                message = f"image {number} of the prompt could not be encoded"
+                self.fail_request(request, ErrorInfo("internal", message), outputs)
 
     def _discard_kv(self, request: Request) -> None:
         self._kv_transfer.discard_content(request)

@@ -23,6 +23,7 @@ from engine_core.scheduler.features.crash_isolation import (
     ReportBegun,
     repeated_crash_error,
 )
+from engine_core.scheduler.features.encoder_inputs import EncoderInputs
 from engine_core.scheduler.features.fairness import TenantFairness
 from engine_core.scheduler.features.grammars import GrammarGate, Grammars
 from engine_core.scheduler.features.outside import FeatureContext, OutsideFeature
@@ -59,6 +60,7 @@ from proto.messages.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.messages.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.messages.kv_events import DEVICE_MEDIUM
 from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.multimodal import EncoderLimits
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.messages.stats import KVTier, SchedulerStats
 from proto.runtime.plugins import load_part
@@ -84,7 +86,8 @@ class Scheduler:
     load_failure_policy: whether a request whose KV could not be loaded computes it or fails.
     drafting: proposes drafts for running requests; None for none. num_draft_positions: that a step
     may sample beyond one for each of max_num_seqs. report_begun: called while a step is scheduled
-    with requests that may crash the engine. lora: None if no adapters are served.
+    with requests that may crash the engine. lora: None if no adapters are served. encoder: None for
+    a model that reads no images.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Scheduler:
         num_draft_positions: int = 0,
         report_begun: ReportBegun | None = None,
         lora: LoRAConfig | None = None,
+        encoder: EncoderLimits | None = None,
     ) -> None:
         self.next_seq_id: Callable[[], int] = itertools.count().__next__
         self.step_limit = ""
@@ -135,6 +139,11 @@ class Scheduler:
         self._lifecycle, unblock = lifecycle, lifecycle.unblock
         self.waiting, self.running = lifecycle.waiting, lifecycle.running
 
+        self._chunks = ChunkRule.from_config(config)
+        self._encoder_inputs: EncoderInputs | None = None
+        if encoder is not None:
+            self._encoder_inputs = EncoderInputs(encoder, lifecycle, policy, self._chunks)
+
         # Which request loses its blocks when they run out
         non_running_blocks = NonRunningBlocks(kv_cache)
         preemption_order = PreemptionOrder(policy)
@@ -144,14 +153,19 @@ class Scheduler:
             kv_cache,
             make_kv_watermarks(config, kv_cache),
             non_running_blocks,
+            self._encoder_inputs,
         )
         self._swap_rule = SwapRule(config.preemption)
 
         # Features
-        self._chunks = ChunkRule.from_config(config)
         self._pause = Pause(lifecycle)
         self.crash_isolation = CrashIsolation(
-            lifecycle, self._pause, self._preemption, config.crashes_until_isolated, report_begun
+            lifecycle,
+            self._pause,
+            self._preemption,
+            config.crashes_until_isolated,
+            report_begun,
+            self._encoder_inputs,
         )
         fairness = TenantFairness(
             lifecycle, self._usage, policy, preemption_order, self._preemption, self._chunks
@@ -234,6 +248,8 @@ class Scheduler:
         # - Sibling forks offer the KV of a sibling's prompt, which may be longer than the cached
         #   prefix that the next two compare with.
         # - The wait for a prefix looks it up in the cache: cheaper than a load.
+        # - Encoder inputs block nothing here: whether an image is missing is known only when the KV
+        #   from which a request can start is (`StepPlanner._admit`).
         # - The KV transfer asks the connector for the tokens after all of these, and its answer
         #   holds only if the request is admitted or loaded for at once.
         features += [
@@ -252,7 +268,13 @@ class Scheduler:
             beams,
             *([] if self.adapters is None else [self.adapters]),
             SiblingForks(kv_cache, lifecycle.choices, non_running_blocks, unblock),
-            PrefixWait(kv_cache, self._chunks.longest_chunk, unblock),
+            PrefixWait(
+                kv_cache,
+                self._chunks.longest_chunk,
+                unblock,
+                frozenset() if self._encoder_inputs is None else self._encoder_inputs.stalled,
+            ),
+            *([] if self._encoder_inputs is None else [self._encoder_inputs]),
             self.kv_transfer,
         ]
 
@@ -269,6 +291,7 @@ class Scheduler:
             self._speculation,
             self.kv_transfer,
             held,
+            self._encoder_inputs,
         )
         self._result_pass = ResultPass(
             lifecycle,
@@ -280,6 +303,7 @@ class Scheduler:
             self._usage,
             self._speculation,
             self.adapters,
+            self._encoder_inputs,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
         )
@@ -349,10 +373,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute something, or tell workers which sequences have ended."""
+        """Whether a step would compute something, or tell workers what they must forget."""
         if self._output_builder.has_finished_seq_ids or self.kv_transfer.wants_step:
             return True
-        return bool(self.running or self.waiting.num_ready) and not self._pause.frozen
+        encodes = False
+        if self._encoder_inputs is not None:
+            if self._encoder_inputs.cache.has_freed:
+                return True
+            encodes = self._encoder_inputs.has_work
+        return bool(encodes or self.running or self.waiting.num_ready) and not self._pause.frozen
 
     @property
     def step(self) -> int:
@@ -390,6 +419,8 @@ class Scheduler:
         self._preemption.requeue_all(self._clock())
         if self.adapters is not None:
             self.adapters.begin_worker_epoch()
+        if self._encoder_inputs is not None:
+            self._encoder_inputs.begin_worker_epoch()
         self._row_counts.clear()
         self._speculation.begin_worker_epoch()
         if self._compute_meter is not None:
@@ -421,6 +452,11 @@ class Scheduler:
         self._observer.on_event("reset", "preempting" if preempting else "")
         return self._kv_cache.reset_prefix_cache()
 
+    def reset_encoder_cache(self) -> bool:
+        """Forget all encoder outputs of images; False, with none forgotten, while any is needed."""
+        self._observer.on_event("encoder reset", "")
+        return self._encoder_inputs is None or self._encoder_inputs.cache.reset()
+
     # A step
 
     def schedule(self) -> SchedulerOutput:
@@ -436,6 +472,10 @@ class Scheduler:
             self._planner.plan_requests(plan)
             if self.adapters is not None:
                 self.adapters.end_admission(self.waiting.num_ready)
+            if self._encoder_inputs is not None:
+                self._encoder_inputs.end_admission()
+        if self._encoder_inputs is not None:
+            self._encoder_inputs.end_planning(plan, self._output_builder.step + 1)
         self._planner.check_plan(plan)
         self.kv_transfer.resend_rewound(plan)
         output = self._output_builder.build_output(plan)
@@ -457,7 +497,8 @@ class Scheduler:
         """
         self._observer.on_step_result(result)
         outputs = self._result_pass.apply_result(output, result)
-        self._learn_step_time(output.step, result.compute_seconds)
+        if output.total_num_scheduled_tokens:
+            self._learn_step_time(output.step, result.compute_seconds)
         return outputs
 
     def update_from_connector(self, report: KVConnectorOutput) -> OutputsByFrontEnd:
@@ -560,6 +601,7 @@ class Scheduler:
             draft_tokens_by_source={name: counts[0] for name, counts in sources.items()},
             accepted_by_source={name: counts[1] for name, counts in sources.items()},
             lora=lora,
+            encoder=None if self._encoder_inputs is None else self._encoder_inputs.pop_stats(),
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from engine_core.request import Request
+from proto.messages.multimodal import EncoderSlice
 from proto.messages.scheduler_output import BlockIds
 
 
@@ -55,7 +56,9 @@ class StepPlan:
         after this step; their tables have room for them. min_draft_acceptance_prob: where it ends.
     preempted: running requests that lost their blocks in this step.
     lacks_blocks: a running request that may preempt no other one is not planned for lack of blocks.
+    lacks_tokens: the next request needs more tokens than are left, for an image that cannot be cut.
     lookups: of requests that the step does not admit.
+    encoder_slices, free_mm_hashes: what the workers encode of images, and what they forget.
     num_prefilling, num_prompt_tokens: planned requests that do not decode, and their tokens.
     limit: what made the step shorter than its token budget (`StepPlanner.step_limit`).
     """
@@ -75,7 +78,10 @@ class StepPlan:
         self.min_draft_acceptance_prob = 0.0
         self.preempted: list[Request] = []
         self.lacks_blocks = False
+        self.lacks_tokens = False
         self.lookups: list[Lookup] = []
+        self.encoder_slices: list[EncoderSlice] = []
+        self.free_mm_hashes: list[bytes] = []
         self.num_prefilling = 0
         self.num_prompt_tokens = 0
         self.limit = ""

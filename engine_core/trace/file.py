@@ -21,6 +21,7 @@ from engine_core.pool_plan import PoolPlan
 from engine_core.trace.recorder import TraceRecorder
 from proto.errors import ConfigError
 from proto.messages.lifecycle import WorkerReady
+from proto.messages.multimodal import EncoderLimits
 from proto.messages.sched_trace import Dropped, TraceEnd, TraceHeader
 from proto.settings.config import SchedulerConfig, TraceConfig
 
@@ -154,11 +155,12 @@ def start_trace(
     worker: WorkerReady,
     epoch: int,
     enable_prefix_caching: bool,
+    encoder: EncoderLimits | None = None,
 ) -> tuple[TraceFile, TraceRecorder] | None:
     """Return the trace of an engine and what writes its lines; None without --sched-trace.
 
-    scheduler: settings in effect. epoch: of the engine. Raises ConfigError if the file cannot be
-    created.
+    scheduler: settings in effect. epoch: of the engine. encoder: of a model that reads images.
+    Raises ConfigError if the file cannot be created.
     """
     if config.sched_trace is None:
         return None
@@ -175,9 +177,16 @@ def start_trace(
         num_state_slots=plan.num_state_slots,
         num_draft_positions=worker.num_draft_positions,
         num_dropped_blocks=worker.num_dropped_blocks,
+        encoder=encoder,
     )
     started_at = time.monotonic()
     file = TraceFile(path_of_epoch(config.sched_trace, epoch), config.sched_trace_max_bytes)
     file.write_line(header)
     num_seats = min(scheduler.max_num_seqs, scheduler.token_budget)
-    return file, TraceRecorder(file.write_line, started_at=started_at, num_seats=num_seats)
+    recorder = TraceRecorder(
+        file.write_line,
+        started_at=started_at,
+        num_seats=num_seats,
+        image_token_id=-1 if encoder is None else encoder.vision.image_token_id,
+    )
+    return file, recorder

@@ -23,8 +23,10 @@ from proto.messages.sched_trace import (
     Arrival,
     Content,
     Decision,
+    EncodedPart,
     Event,
     Finish,
+    ImagePlace,
     PinBegin,
     PinEnd,
     PinUse,
@@ -38,6 +40,8 @@ from proto.messages.sched_trace import (
 
 MAX_KNOWN_CONTENTS: Final = 1 << 19
 """Limit of numbered block contents, about 100 bytes each; beyond it all are forgotten."""
+MAX_KNOWN_IMAGES: Final = 1 << 16
+"""Limit of numbered images; beyond it all are forgotten."""
 _KEY_BYTES: Final = 8
 """Bytes of a block hash that identify the content of a block."""
 
@@ -52,7 +56,8 @@ class TraceRecorder:
     """Observes a scheduler, and with `block_counter` its block pool, and writes trace lines.
 
     write_line: called with each line. clock: seconds, that of the scheduler. started_at: the
-    second at which time_us is 0. num_seats: maximum number of running sequences.
+    second at which time_us is 0. num_seats: maximum number of running sequences. image_token_id: of
+    a model that reads images.
     """
 
     def __init__(
@@ -62,7 +67,11 @@ class TraceRecorder:
         started_at: float,
         num_seats: int,
         clock: Callable[[], float] = time.monotonic,
+        image_token_id: int = -1,
     ) -> None:
+        self._image_token_id = image_token_id
+        self._images: dict[bytes, int] = {}  # numbers of their contents, by hash
+        self._num_images = 0
         self.block_counter = ReusableBlockCounter()
         self._write_line = write_line
         self._clock = clock
@@ -102,6 +111,7 @@ class TraceRecorder:
                 reads_cache=not request.skip_reading_prefix_cache,
                 extra_keys=request.extra_keys.kinds,
                 adapter="" if lora is None else lora.lora_name,
+                images=self._images_of(request) if request.mm_features else [],
             )
         )
 
@@ -182,6 +192,7 @@ class TraceRecorder:
                 first=first,
                 compute_seconds=result.compute_seconds,
                 accepted=self._accepted(result),
+                encoder_seconds=result.encoder_seconds,
             )
         )
 
@@ -277,7 +288,25 @@ class TraceRecorder:
             lookahead_tokens=list(plan.lookahead.values()),
             limit=plan.limit,
             lookups=list(map(self._lookup, plan.lookups)),
+            encoded=[
+                EncodedPart(piece.seq_id, piece.index, piece.start, piece.end)
+                for piece in plan.encoder_slices
+            ],
         )
+
+    def _images_of(self, request: Request) -> list[ImagePlace]:
+        """Return the images of a prompt, and number new contents."""
+        if len(self._images) > MAX_KNOWN_IMAGES:
+            self._images.clear()
+        places = []
+        for feature in request.mm_features:
+            number = self._images.setdefault(feature.mm_hash, self._num_images + 1)
+            self._num_images = max(self._num_images, number)
+            first = request.prompt_token_ids.index(self._image_token_id, feature.offset)
+            places.append(
+                ImagePlace(feature.offset, feature.length, feature.num_embeds, first, number)
+            )
+        return places
 
     def _lookup(self, lookup: Lookup) -> PrefixHit:
         request, external = lookup.request, lookup.external_tokens

@@ -213,6 +213,7 @@ class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
 
 AdminName = Literal[
     "reset_prefix_cache",
+    "reset_encoder_cache",
     "check_integrity",
     "pause",
     "resume",

@@ -9,6 +9,8 @@ The front end puts the pixels into shared memory once; the workers read them fro
 
 import msgspec
 
+from proto.messages.prepared_model import VisionFacts
+
 MM_HASH_BYTES = 32
 """Length of `MultiModalFeature.mm_hash`."""
 
@@ -51,12 +53,35 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
 class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
     """A part of the work of encoding an image, which a step does before its tokens.
 
-    index: of the image among those of the sequence. start, end: the share [start / num_embeds,
-    end / num_embeds) of its work; a slice follows those of earlier steps. With end = num_embeds the
-    output is complete, and the tokens of this step may take it.
+    seq_id, index: of the sequence for which the image was begun, and of the image in its prompt.
+        The workers may not know the sequence yet, or not any more.
+    start, end: the share [start / num_embeds, end / num_embeds) of its work, in rows and parts of
+        rows; a slice follows those of earlier steps. With end = num_embeds the output is complete,
+        and the tokens of this step may take it.
+    feature: the image; the engine gives it with every slice.
     """
 
     seq_id: int
     index: int
-    start: int
-    end: int
+    start: float
+    end: float
+    feature: MultiModalFeature | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the output is complete after it."""
+        return self.feature is not None and self.end == self.feature.num_embeds
+
+
+class EncoderLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How the images of a model are encoded.
+
+    cache_size: rows of encoder output that workers keep.
+    max_input_tokens: rows of a step; None: what takes as long as decoding requests can wait.
+    splits: whether an image may be encoded in slices, over several steps.
+    """
+
+    vision: VisionFacts
+    cache_size: int
+    max_input_tokens: int | None = None
+    splits: bool = True

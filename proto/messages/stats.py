@@ -72,6 +72,21 @@ class LoRAStats(msgspec.Struct, array_like=True, frozen=True):
     load_seconds: list[float]
 
 
+class EncoderStats(msgspec.Struct, array_like=True, frozen=True):
+    """Encoder outputs of images.
+
+    usage: share of the rows that workers may keep, 0 to 1. Since the last message: num_queries,
+    images that requests needed; num_hits, those of them that had been begun for another request;
+    num_rows encoded, in `seconds`.
+    """
+
+    usage: float
+    num_queries: int = 0
+    num_hits: int = 0
+    num_rows: float = 0.0
+    seconds: float = 0.0
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """The state of the scheduler after a step, and what the step added.
 
@@ -98,7 +113,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     Estimates per worker, with --enable-mfu-metrics: FLOPs, bytes read and written; by step, their
     shares of the configured peak rates.
 
-    lora: None if no adapters are served.
+    lora: None if no adapters are served. encoder: None for a model that reads no images.
     """
 
     num_running: int
@@ -139,6 +154,12 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     accepted_by_source: dict[str, int] = {}
     kv_tiers: list[KVTier] = []
     lora: LoRAStats | None = None
+    encoder: EncoderStats | None = None
+
+    @property
+    def encoder_cache_usage(self) -> float:
+        """Used share of the rows of encoder output, 0 to 1; 0 without images."""
+        return 0.0 if self.encoder is None else self.encoder.usage
 
     @property
     def cpu_offload_usage(self) -> float:

@@ -179,6 +179,8 @@ DEFAULT_POOL_SHARE: Final = 0.75
 """Share that a KV pool without a setting takes of the memory that is left on a CPU."""
 CPU_STEP_TOKENS: Final = 256
 """Default token budget of a step on a CPU. An abort waits for the end of a step."""
+MIN_ENCODER_CACHE_ROWS: Final = 4096
+"""Rows of encoder output that workers keep at least, by default."""
 
 
 CPU_PREFILL_SLOWDOWN: Final = 2.0
@@ -196,6 +198,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_scheduled_tokens: int | None = None
     """Maximum tokens that the scheduler puts into a step, if less than --max-num-batched-tokens,
     which is what workers keep memory for."""
+    max_num_encoder_input_tokens: int | None = None
+    """Maximum rows of encoder output of images that a step computes; by default as many as decoding
+    requests can wait for on a CPU, whole images on a GPU."""
+    encoder_cache_size: int | None = None
+    """Rows of encoder output of images that workers keep; by default four of the largest images, at
+    least 4096."""
     long_prefill_token_threshold: int = 0
     """Maximum tokens of one prompt in a step; 0: no limit."""
     enable_chunked_prefill: bool = True
@@ -257,6 +265,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def token_budget(self) -> int:
         """Most tokens that the scheduler puts into a step."""
         return self.max_num_scheduled_tokens or self.step_tokens
+
+    def encoder_cache_rows(self, max_embeds: int) -> int:
+        """Return the rows of encoder output that workers keep. max_embeds: of the largest image."""
+        return self.encoder_cache_size or max(4 * max_embeds, MIN_ENCODER_CACHE_ROWS)
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from typing import Final
 from proto.errors import ConfigError, shown
 from proto.messages.engine_io import MAX_FRONT_ENDS
 from proto.messages.lifecycle import LEAST_STATE_SLOTS
+from proto.messages.prepared_model import VisionFacts
 from proto.settings.config import (
     MAX_TENSOR_PARALLEL_SIZE,
     SECRET_FIELDS,
@@ -52,6 +53,8 @@ _AT_LEAST: Final = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "max_num_scheduled_tokens": 1,
+    "max_num_encoder_input_tokens": 1,
+    "encoder_cache_size": 1,
     "crashes_until_isolated": 1,
     "tensor_parallel_size": 1,
     "cpu_threads": 1,
@@ -243,6 +246,35 @@ def check_token_budget(scheduler: SchedulerConfig) -> None:
             f"--max-num-batched-tokens, {scheduler.step_tokens}",
             "max_num_scheduled_tokens",
         )
+
+
+def check_vision(scheduler: SchedulerConfig, vision: VisionFacts) -> None:
+    """Raise ConfigError for limits with which the largest image of a model could never be computed.
+
+    The token budget is known now. An image whose tokens attend to each other in both directions is
+    computed in one step.
+    """
+    most = vision.max_embeds
+    rows = scheduler.encoder_cache_rows(most)
+    if rows < most:
+        raise ConfigError(
+            f"--encoder-cache-size {rows} is less than the {most} rows of an image of this model",
+            "encoder_cache_size",
+        )
+    if not vision.is_bidirectional:
+        return
+    limits = {
+        "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
+        "max_num_batched_tokens": scheduler.step_tokens,
+        "long_prefill_token_threshold": scheduler.long_prefill_token_threshold or None,
+    }
+    for field, limit in limits.items():
+        if limit is not None and limit < most:
+            raise ConfigError(
+                f"{flag_name(field)} is {limit}, and an image of this model has {most} tokens, "
+                "which are computed in one step",
+                field,
+            )
 
 
 def _check_front_end(frontend: FrontEndConfig) -> None:

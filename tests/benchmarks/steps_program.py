@@ -58,7 +58,7 @@ class BenchWorker:
         self.loaded = replace(loaded, model=ClockedModel(loaded.model, self.clock))
         self._block_size = config.cache.block_size
         fault_injector = FaultInjector.of((), "worker", 0, 0)
-        self._builder = RunnerBuilder(config, self.loaded, fault_injector, report)
+        self._builder = RunnerBuilder(config, self.loaded, fault_injector, report, "")
 
     def runner(self, num_blocks: int, max_model_len: int, num_state_slots: int = 0) -> ModelRunner:
         """Return a model runner with its own KV cache."""

@@ -9,13 +9,14 @@ from engine_core.busy_loop import IDLE_SECONDS, OVERLAPPED, SYNCHRONOUS, BusyLoo
 from proto.messages.kv_connector import KVConnectorOutput
 from proto.messages.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EOS, EngineHarness
+from tests.fakes.images import encoder_limits, with_pictures
 from tests.fakes.paged_runner import PagedRunner, hashed_token, undisturbed
 
 
 class LazyWorkers:
     """Workers that compute the oldest step when the engine waits.
 
-    log: ("sent", step) and ("answered", step), of steps with tokens.
+    log: ("sent", step) and ("answered", step), of steps with a result.
     """
 
     def __init__(self, runner):
@@ -45,15 +46,15 @@ class LazyWorkers:
     def send_step(self, output):
         self.sent.append(output)
         self.queue.append(output)
-        if output.total_num_scheduled_tokens:
+        if output.has_result:
             self.log.append(("sent", output.step))
 
     def compute(self):
-        """Compute the next step with tokens, and the steps without tokens before it."""
+        """Compute the next step with a result, and the steps without before it."""
         while self.queue:
             output = self.queue.popleft()
             self.results.append(self.runner.execute(output))
-            if output.total_num_scheduled_tokens:
+            if output.has_result:
                 self.log.append(("answered", output.step))
                 return
 
@@ -167,6 +168,28 @@ def test_steps_without_tokens_leave_no_memory(depth):
     loop.busy_loop.run_until_shutdown()
     assert not loop.workers.sent[-1].total_num_scheduled_tokens
     assert loop.engine.scheduler._row_counts == {}
+
+
+@pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
+def test_steps_that_only_encode_an_image_are_awaited(depth):
+    """Nothing runs meanwhile; what workers must forget is sent without a step's work."""
+    loop = Loop(depth=depth, encoder=encoder_limits(max_input_tokens=2))
+    prompt, features = with_pictures([(1, 7), [5]])
+    request = loop.engine.add_one(prompt, max_tokens=3, mm_features=features)
+    loop.busy_loop.run_until_shutdown()
+    assert loop.tokens_of(request) == undisturbed(prompt, 3)
+    only_encode = [
+        output
+        for output in loop.workers.sent
+        if output.scheduled_encoder_inputs and not output.total_num_scheduled_tokens
+    ]
+    assert len(only_encode) == 3
+    assert loop.engine.scheduler.reset_encoder_cache()
+    loop.io.is_stopped = False
+    loop.busy_loop.run_until_shutdown()
+    assert loop.workers.sent[-1].free_encoder_mm_hashes == [features[0].mm_hash]
+    loop.workers.compute()
+    loop.engine.assert_idle()
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])

@@ -20,8 +20,10 @@ from proto.messages.engine_io import (
 )
 from proto.messages.grammar import GrammarSource
 from proto.messages.logit_edits import LogitEdits
+from proto.messages.multimodal import MultiModalFeature, SharedPixels
 from proto.messages.sampling_params import RepetitionDetection, SamplingParams, ThinkingRule
 from tests.fakes.engine_harness import EOS
+from tests.fakes.images import encoder_limits, with_pictures
 from tests.fakes.input_harness import LIMITS, InputProcessorHarness
 from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.messages import request
@@ -123,6 +125,58 @@ def test_embeddings_of_another_size_or_with_tokens_are_refused(changes, words):
     assert words in output.error.message
 
 
+VISION = encoder_limits(max_embeds=4).vision
+
+
+def image_request(*parts, **changes):
+    """Return a request with text and pictures (number, rows), with changes of the last picture."""
+    prompt, features = with_pictures(parts)
+    for name in [name for name in changes if name in MultiModalFeature.__struct_fields__]:
+        features[-1] = msgspec.structs.replace(features[-1], **{name: changes.pop(name)})
+    return request(prompt=tuple(prompt), mm_features=features, **changes)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (image_request((1, 3), offset=-1), "out of place"),
+        (image_request([1], (1, 3), length=6), "out of place"),
+        (image_request((1, 3), length=0, num_embeds=0), "out of place"),
+        (image_request((1, 3), (2, 3), offset=4), "image 2 of the prompt has the tokens"),
+        (image_request((1, 3), num_embeds=2), "2 rows for 3 tokens"),
+        (image_request([1], (1, 3), offset=2, length=2), "3 rows for 2 tokens"),
+        (image_request((1, 5)), "5 rows, the model takes 1 to 4"),
+        (image_request((1, 3), mm_hash=b"short"), "5 bytes"),
+        (image_request((1, 3), pixels=SharedPixels("../passwd", (1,))), "no pixels"),
+        (image_request((1, 3), pixels=SharedPixels("..", (1,))), "no pixels"),
+        (image_request((1, 3), pixels=SharedPixels("", (1,))), "no pixels"),
+        (image_request((1, 3), pixels=SharedPixels("a", (3, 0))), "no pixels"),
+        (image_request((1, 3), pixels=SharedPixels("a", ())), "no pixels"),
+    ],
+)
+def test_images_that_are_not_where_their_tokens_are_get_refused(bad, words):
+    harness = InputProcessorHarness(replace(LIMITS, vision=VISION))
+    harness.receive(bad)
+    ((_, output),) = harness.outputs.outputs
+    assert (output.error.kind, output.error.param) == ("invalid_request", "messages")
+    assert words in output.error.message
+    harness.engine.assert_idle()
+
+
+def test_images_need_a_model_that_reads_them():
+    harness = InputProcessorHarness()
+    harness.receive(image_request((1, 3)))
+    ((_, output),) = harness.outputs.outputs
+    assert "text only" in output.error.message
+    harness = InputProcessorHarness(
+        replace(LIMITS, vision=VISION), encoder=encoder_limits(max_embeds=4)
+    )
+    harness.receive(image_request([5], (1, 3), (2, 4), [6], n=2))
+    assert harness.outputs.accepted
+    harness.engine.run()
+    harness.engine.assert_idle()
+
+
 def test_the_longest_possible_request_is_taken():
     harness = InputProcessorHarness()
     harness.receive(request(prompt=range(60)))
@@ -220,6 +274,20 @@ def test_calls_are_answered():
     harness.receive(AdminCall(1, 5, "reset_prefix_cache"), front_end=1)
     harness.receive(AdminCall(1, 6, "check_integrity"))
     assert harness.outputs.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
+
+
+def test_the_encoder_cache_is_reset_by_call_unless_a_request_needs_it():
+    harness = InputProcessorHarness(
+        replace(LIMITS, vision=VISION), encoder=encoder_limits(max_embeds=4, max_input_tokens=1)
+    )
+    harness.receive(image_request((1, 3)))
+    harness.engine.step()
+    harness.receive(AdminCall(1, 5, "reset_encoder_cache"))
+    harness.engine.run()
+    harness.receive(AdminCall(1, 6, "reset_encoder_cache"))
+    refused, done = (reply for _, reply in harness.outputs.replies)
+    assert (refused.ok, done) == (False, AdminReply(1, 6, True))
+    assert "encoder outputs" in refused.detail
 
 
 def test_pause_and_resume_by_call():

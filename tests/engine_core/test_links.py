@@ -394,6 +394,14 @@ def test_ranks_that_answer_different_steps_are_refused(run_dir, closing):
         ranks.receive()
 
 
+def test_an_image_has_failed_if_any_rank_could_not_encode_it(run_dir, closing):
+    ranks = Ranks(run_dir, closing)
+    ranks.peers[0].send(ModelRunnerOutput(EPOCH, 1, [], [], failed_mm_hashes=[b"a"]))
+    assert ranks.receive() == []
+    ranks.peers[1].send(ModelRunnerOutput(EPOCH, 1, [], [], failed_mm_hashes=[b"b"]))
+    assert [each.failed_mm_hashes for each in ranks.receive()] == [[b"a", b"b"]]
+
+
 def test_a_rank_with_other_tokens_than_rank_0_is_a_protocol_violation(run_dir, closing):
     ranks = Ranks(run_dir, closing)
     ranks.peers[0].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))

@@ -1,12 +1,15 @@
 """The token budget of a step: the setting, or what fits the workers."""
 
+import msgspec
 import pytest
 
-from engine_core.core import with_step_tokens
+from engine_core.core import encoder_limits, with_step_tokens
 from engine_core.scheduler.limits import ChunkRule
 from proto.errors import ConfigError
 from proto.messages.lifecycle import KVCacheGeometry, WorkerReady
-from proto.settings.config import SchedulerConfig, ServeConfig
+from proto.messages.multimodal import EncoderLimits
+from proto.messages.prepared_model import VisionFacts
+from proto.settings.config import MIN_ENCODER_CACHE_ROWS, SchedulerConfig, ServeConfig
 
 
 def ready(rank: int, step_tokens: int) -> WorkerReady:
@@ -34,3 +37,46 @@ def test_the_scheduler_may_use_less_than_the_largest_step() -> None:
     assert budget(config, ready(0, 256)) == 100
     with pytest.raises(ConfigError, match=r"--max-num-scheduled-tokens 100 .* 64"):
         with_step_tokens(config, [ready(0, 256), ready(1, 64)])
+
+
+def limits_of(
+    scheduler: SchedulerConfig, *, is_bidirectional: bool = False, on_gpu: bool = False
+) -> EncoderLimits:
+    vision = VisionFacts(
+        architecture="A", image_token_id=1, max_embeds=256, is_bidirectional=is_bidirectional
+    )
+    config = with_step_tokens(ServeConfig(scheduler=scheduler), [ready(0, 512)])
+    worker = msgspec.structs.replace(ready(0, 512), computes_ahead=on_gpu)
+    return encoder_limits(config, worker, vision)
+
+
+def test_images_are_encoded_in_slices_on_a_cpu_and_whole_on_a_gpu() -> None:
+    limits = limits_of(SchedulerConfig())
+    assert (limits.splits, limits.max_input_tokens) == (True, None)
+    assert limits.cache_size == MIN_ENCODER_CACHE_ROWS
+    set_rows = SchedulerConfig(max_num_encoder_input_tokens=7, encoder_cache_size=300)
+    limits = limits_of(set_rows)
+    assert (limits.splits, limits.max_input_tokens, limits.cache_size) == (True, 7, 300)
+    limits = limits_of(set_rows, on_gpu=True)
+    assert (limits.splits, limits.max_input_tokens) == (False, 256), "room for an image"
+    assert limits_of(SchedulerConfig(), on_gpu=True).max_input_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_bidirectional", "words"),
+    [
+        ({"encoder_cache_size": 255}, False, "--encoder-cache-size 255 is less than the 256"),
+        ({"max_num_batched_tokens": 255}, True, "--max-num-batched-tokens is 255"),
+        ({"max_num_scheduled_tokens": 255}, True, "--max-num-scheduled-tokens is 255"),
+        ({"long_prefill_token_threshold": 255}, True, "--long-prefill-token-threshold is 255"),
+    ],
+)
+def test_limits_with_which_an_image_could_never_be_computed_are_refused(
+    settings: dict[str, int], is_bidirectional: bool, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        limits_of(SchedulerConfig(**settings), is_bidirectional=is_bidirectional)
+    if is_bidirectional:
+        assert limits_of(SchedulerConfig(**settings)).vision.max_embeds == 256
+    enough = dict.fromkeys(settings, 256)
+    assert limits_of(SchedulerConfig(**enough), is_bidirectional=is_bidirectional)

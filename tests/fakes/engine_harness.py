@@ -29,10 +29,12 @@ from engine_core.scheduler.scheduler import Scheduler
 from proto.messages.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
 from proto.messages.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.messages.lifecycle import KVGroup
+from proto.messages.multimodal import EncoderLimits
 from proto.messages.sampling_params import SamplingParams
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.settings.config import LoRAConfig, SchedulerConfig
 from tests.fakes.gates import NoFeature
+from tests.fakes.images import FakeEncoder
 from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.lora import AdapterWorkers
 from tests.fakes.paged_runner import NextToken, PagedRunner, hashed_token
@@ -76,6 +78,7 @@ class EngineHarness:
         num_dropped_blocks: int = 0,
         num_draft_positions: int = 0,
         lora: LoRAConfig | None = None,
+        encoder: EncoderLimits | None = None,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         self.connector = connector
@@ -108,6 +111,7 @@ class EngineHarness:
             num_draft_positions=num_draft_positions,
             report_begun=lambda request, alone: self.report_begun(request, alone),
             lora=lora,
+            encoder=encoder,
         )
         self.report_begun: Callable[[Request, bool], None] = lambda request, alone: None
         self.adapters: AdapterWorkers | None = None
@@ -118,7 +122,11 @@ class EngineHarness:
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
         self.runner = PagedRunner(
-            block_size, next_token, windows=windows, has_states=self.kv_cache.has_states
+            block_size,
+            next_token,
+            windows=windows,
+            has_states=self.kv_cache.has_states,
+            encoder=None if encoder is None else FakeEncoder(encoder),
         )
         self.step_seconds: Callable[[SchedulerOutput], float] = lambda output: 0.0
         self.ids = itertools.count(100)
@@ -199,7 +207,11 @@ class EngineHarness:
         self.in_flight.clear()
         old = self.runner
         self.runner = runner or PagedRunner(
-            old.block_size, old.next_token, windows=old.windows, has_states=old.has_states
+            old.block_size,
+            old.next_token,
+            windows=old.windows,
+            has_states=old.has_states,
+            encoder=None if old.encoder is None else old.encoder.replacement(),
         )
         outputs = self.scheduler.begin_worker_epoch(epoch)
         if self.adapters is not None:
@@ -219,7 +231,7 @@ class EngineHarness:
     def receive(self) -> None:
         """Process results until another step may be sent; all of them if the last step is empty."""
         num_left = self.max_in_flight - 1
-        if self.in_flight and not self.in_flight[-1].total_num_scheduled_tokens:
+        if self.in_flight and not self.in_flight[-1].has_result:
             num_left = 0
         while len(self.in_flight) > num_left:
             self.collect(self.in_flight.popleft())
@@ -272,10 +284,10 @@ class EngineHarness:
         return steps
 
     def step_with_progress(self) -> SchedulerOutput:
-        """Run a step, which must have tokens unless requests wait for steps in flight."""
+        """Run a step, which must compute something unless requests wait for steps in flight."""
         waits = bool(self.in_flight)
         output = self.step()
-        assert output.total_num_scheduled_tokens or waits, "a step without progress"
+        assert output.has_result or waits, "a step without progress"
         return output
 
     def run_until_finished(self, request: Request, max_steps: int = 10_000) -> None:
@@ -302,6 +314,14 @@ class EngineHarness:
         assert len(self.scheduler.resumable_sessions.non_running_blocks) == 0
         assert check(self.kv_cache) == []
         assert self.runner.rows == {}
+        if (encoder_inputs := self.scheduler._encoder_inputs) is not None:
+            assert encoder_inputs.cache.check() == []
+            assert not encoder_inputs.cache.claiming
+            assert not encoder_inputs.has_work
+            assert self.runner.encoder is not None
+            assert self.runner.encoder.rows.keys() == {
+                output.feature.mm_hash for output in encoder_inputs.cache
+            }
 
 
 def scheduled(output: SchedulerOutput) -> dict[int, int]:

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from proto.messages.engine_io import LogprobsArrays
 from proto.messages.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.messages.multimodal import MultiModalFeature
 from proto.messages.scheduler_output import NewRequestData, SchedulerOutput
+from tests.fakes.images import FakeEncoder, image_at
 
 NextToken = Callable[[list[int], int], int]
 """Maps (all token ids so far, choice) to the next token."""
@@ -65,12 +67,14 @@ class Row:
     digests: list[bytes] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
     num_sampled: int = 0
+    mm_features: list[MultiModalFeature] = field(default_factory=list)
 
     def digest(self, position: int) -> bytes:
-        """Return the digest of the tokens [0, position]."""
+        """Return the digest of the tokens [0, position] and the images that they belong to."""
         while len(self.digests) <= position:
             before = self.digests[-1] if self.digests else b""
             token = struct.pack("<I", self.token_ids[len(self.digests)])
+            token += image_at(self.mm_features, len(self.digests))
             self.digests.append(blake2b(before + token, digest_size=8).digest())
         return self.digests[position]
 
@@ -86,10 +90,12 @@ class PagedRunner:
         read_back: bool = True,
         windows: Sequence[int | None] = (None,),
         has_states: bool = False,
+        encoder: FakeEncoder | None = None,
     ) -> None:
         """windows: one per KV group, None for full attention. has_states: whether the last group of
-        block tables, which has no window, is that of recurrent states.
+        block tables, which has no window, is that of recurrent states. encoder: of images.
         """
+        self.encoder = encoder
         self.has_states = has_states
         self.states: dict[int, bytes] = {}
         self.dice = random.Random(1)
@@ -124,10 +130,24 @@ class PagedRunner:
         assert output.total_num_scheduled_tokens == sum(scheduled for _, _, scheduled in work)
         if self.has_states:
             self._run_states(work)
+        failed = [] if self.encoder is None else self.encoder.execute(output)
+        if self.encoder is not None:
+            for seq_id, computed, scheduled in work:
+                row = self.rows[seq_id]
+                self.encoder.check_chunk(
+                    row.mm_features, row.token_ids, computed, computed + scheduled
+                )
         # Like a real forward pass, write all rows of the step before reading any.
         for seq_id, computed, scheduled in work:
             self._write(self.rows[seq_id], computed, computed + scheduled)
-        result = ModelRunnerOutput(output.epoch, output.step, [], [])
+        result = ModelRunnerOutput(
+            output.epoch,
+            output.step,
+            [],
+            [],
+            encoder_seconds=0.0 if self.encoder is None else self.encoder.seconds(output),
+            failed_mm_hashes=failed,
+        )
         for seq_id, computed, scheduled in work:
             row, end = self.rows[seq_id], computed + scheduled
             result.seq_ids.append(seq_id)
@@ -185,6 +205,7 @@ class PagedRunner:
             new.sampling_params.prompt_logprobs is not None,
             new.sampling_params.num_candidates,
             [list(table) for table in new.block_ids],
+            mm_features=new.mm_features,
         )
         assert len(new.block_ids) == len(self.windows) + self.has_states
         return new.seq_id, new.num_computed_tokens, new.num_scheduled_tokens

@@ -2,7 +2,7 @@
 
 import torch
 
-from proto.messages.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel, VisionFacts
 from tests.fakes.devices import CPU
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import spec_of
@@ -14,6 +14,7 @@ from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
 from worker.plan.memory_plan import layer_cache
+from worker.step.encoder_cache import EncoderCache
 from worker.step.model_runner import ModelRunner
 from worker.step.routed_experts import RoutedExpertsCache, record_experts
 
@@ -40,18 +41,27 @@ def runner_of(
     *,
     returns_experts: bool = False,
     max_logged: int = 0,
+    vision: VisionFacts | None = None,
+    encoder_cache: EncoderCache | None = None,
 ) -> ModelRunner:
     """Return a runner whose KV pool and states have NaN wherever nothing was written.
 
     Pages of int8 have the largest number there. max_logged: tokens of a draft that a state has a
-    log of.
+    log of. vision, encoder_cache: of a model that reads images.
     """
     spec = decoder.spec
     layout, geometry = layer_cache(spec, kv_dtype, max_logged)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
     cache.block_rows()[1:] = 0xFF  # NaN in every dtype of floats, and in the scales of int8
     has_states = layout.states is not None
-    rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups, has_states=has_states)
+    rows = InputBatch(
+        _MAX_ROWS,
+        spec.max_position,
+        BLOCK,
+        layout.num_groups,
+        has_states=has_states,
+        vision=vision,
+    )
     attention = device.attention("auto", cache, spec.attention_shape)
     if layout.states is not None:
         states = StateCache(layout.states, num_state_slots, BLOCK)
@@ -62,7 +72,14 @@ def runner_of(
         record = record_experts(decoder, _MAX_STEP_TOKENS, device.torch_device)
         experts = RoutedExpertsCache(spec, cache, record)
     return ModelRunner(
-        decoder, attention, device.sampler(), rows, cache, device.transfers(), experts=experts
+        decoder,
+        attention,
+        device.sampler(),
+        rows,
+        cache,
+        device.transfers(),
+        experts=experts,
+        encoder_cache=encoder_cache,
     )
 
 

@@ -9,11 +9,13 @@ from engine_core.request import Request
 from engine_core.scheduler.features.speculative_decoding import DraftProvider
 from engine_core.trace.recorder import TraceRecorder
 from proto.messages.engine_io import AgentHint
+from proto.messages.multimodal import EncoderLimits
 from proto.messages.sched_trace import Arrival, Finish, TraceHeader, TraceLine, read_line
 from proto.settings.config import SchedulerConfig
 from tests.benchmarks.simulator.recording import Recording
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.images import IMAGE_TOKEN, with_pictures
 
 BLOCK_SIZE = 16
 SEATS = 8
@@ -24,13 +26,21 @@ class TracedEngine:
     """A harness that records trace lines. Keyword arguments are scheduler settings."""
 
     def __init__(
-        self, num_blocks: int = 40, drafting: DraftProvider | None = None, **settings: Any
+        self,
+        num_blocks: int = 40,
+        drafting: DraftProvider | None = None,
+        encoder: EncoderLimits | None = None,
+        **settings: Any,
     ) -> None:
         self.lines: list[Any] = []
         self.clock = FakeClock(0.0)
         settings = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEATS, **settings}
         self.recorder = recorder = TraceRecorder(
-            self.lines.append, started_at=0.0, num_seats=settings["max_num_seqs"], clock=self.clock
+            self.lines.append,
+            started_at=0.0,
+            num_seats=settings["max_num_seqs"],
+            clock=self.clock,
+            image_token_id=IMAGE_TOKEN,
         )
         self.harness = EngineHarness(
             num_blocks=num_blocks,
@@ -39,6 +49,7 @@ class TracedEngine:
             observers=(recorder.block_counter,),
             clock=self.clock,
             drafting=drafting,
+            encoder=encoder,
             **settings,
         )
         self.header = TraceHeader(
@@ -49,6 +60,7 @@ class TracedEngine:
             enable_prefix_caching=True,
             max_model_len=8192,
             scheduler=SchedulerConfig(**settings),
+            encoder=encoder,
         )
 
     def step(self, seconds: float = 0.003) -> None:
@@ -108,6 +120,30 @@ def random_load(seed: int, engine: TracedEngine, num_requests: int = 30) -> None
             )
         if rng.random() < 0.1 and requests:
             engine.harness.scheduler.abort_request(rng.choice(requests).request_id)
+        for _ in range(rng.randrange(6)):
+            engine.step()
+    engine.finish()
+
+
+def images_load(seed: int, engine: TracedEngine, num_requests: int = 30) -> None:
+    """Run requests with images, of which some are equal, to their end."""
+    rng = random.Random(seed)
+    encoder = engine.harness.runner.encoder
+    assert encoder is not None
+    encoder.row_seconds = 0.004
+    for _ in range(num_requests):
+        engine.clock.now += 0.01
+        parts: list[Any] = [list(range(rng.choice([0, 5, 20])))]
+        for _ in range(rng.randrange(3)):
+            parts += [(rng.randrange(5), 12), [rng.randrange(900) for _ in range(4)]]
+        prompt, features = with_pictures([*parts, [rng.randrange(900)]])
+        engine.harness.add(
+            prompt,
+            rng.randrange(1, 30),
+            mm_features=features,
+            n=rng.choice([1, 1, 2]),
+            arrival_time=engine.clock.now,
+        )
         for _ in range(rng.randrange(6)):
             engine.step()
     engine.finish()

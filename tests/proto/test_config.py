@@ -111,6 +111,8 @@ def test_unusual_settings_are_accepted(section, changes):
         ("scheduler", {"max_num_seqs": 0}, "max_num_seqs"),
         ("scheduler", {"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
         ("scheduler", {"max_num_scheduled_tokens": 0}, "max_num_scheduled_tokens"),
+        ("scheduler", {"max_num_encoder_input_tokens": 0}, "max_num_encoder_input_tokens"),
+        ("scheduler", {"encoder_cache_size": 0}, "encoder_cache_size"),
         (
             "scheduler",
             {"max_num_scheduled_tokens": 17, "max_num_batched_tokens": 16},

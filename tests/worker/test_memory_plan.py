@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from deploy import flags
 from proto.errors import ConfigError
@@ -17,6 +18,7 @@ from tests.fakes.gguf_models import prepared_gguf
 from tests.fakes.prepared_models import prepare, prepare_checkpoint
 from tests.fakes.simulated_gpu import device_of
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
+from tests.fakes.vision import VISION
 from tests.worker.test_device import machine
 from worker import loaded_model
 from worker.cpu.device import CpuDevice
@@ -152,6 +154,14 @@ def test_latent_kv_that_no_kernel_computes_is_refused_on_a_gpu(
     with pytest.raises(ConfigError, match=message) as raised:
         plan_memory(config_of(*flags), prepared, device_of(free=60 * GIB))
     assert raised.value.param == parameter
+
+
+def test_a_model_that_reads_images_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    prepared = replace(prepare_checkpoint(tmp_path, tmp_path / "prepared"), vision=VISION)
+    with pytest.raises(ConfigError, match=r"LlavaFor.* reads images.*--limit-mm-per") as raised:
+        plan_memory(config_of(), prepared, device_of(free=60 * GIB))
+    assert raised.value.param == "device"
 
 
 def test_latent_kv_is_planned_on_a_gpu(tmp_path: Path) -> None:

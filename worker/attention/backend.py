@@ -9,6 +9,12 @@ A step has T query tokens of S sequences, packed one sequence after another:
 Sequence c computes five tokens of a longer prompt: its queries have positions 20..24, and each
 sees the keys 0..its own position. In a layer with a window of 4, the query at 22 sees the keys
 19..22, and pages before its window may belong to other sequences.
+
+Tokens of an image may see each other in both directions. Then `attend_end` says for each query
+where its keys end; they begin where they do for other queries, a window before its own position:
+
+    sequence c, position   20  21  22  23  24      an image at 21..23
+    attend_end             21  24  24  24  25
 """
 
 from collections.abc import Sequence
@@ -36,6 +42,8 @@ class AttentionInputs:
         and V are written.
     num_drafts: int32 [S], tokens at the end of each sequence's that may be rejected; None: not
         known, of a backend that need not know them.
+    attend_end: int32 [T], position after the last token that each query sees; at least that after
+        its own, at most seq_lens, and never falling within a sequence. None: after its own.
     """
 
     query_start: npt.NDArray[np.int32]
@@ -43,6 +51,7 @@ class AttentionInputs:
     block_table: npt.NDArray[np.int32]
     slot_mapping: npt.NDArray[np.int64]
     num_drafts: npt.NDArray[np.int32] | None = None
+    attend_end: npt.NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from proto.messages.multimodal import MultiModalFeature
+from proto.messages.prepared_model import VisionFacts
 from proto.messages.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from proto.messages.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
 from worker.attention.backend import AttentionInputs, QuerySplit
 from worker.batch.step_inputs import (
+    ImageRows,
     SampledPositions,
     StepInputs,
     TokenAdapters,
@@ -86,6 +90,65 @@ class PendingTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImages:
+    """The images of a prompt.
+
+        prompt       | text | <m> <i> <i> <m> <i> <m> | <m> <i> <i> <m> | text |
+        positions                  8   9      11              14  15
+        first_rows                 0                           3           5
+
+    positions: int64 [n], of the image tokens, each of which takes a row of encoder output.
+    first_rows: for each image the index of its first position, then n.
+    attend_end: int32 [num_prompt_tokens], as in AttentionInputs, where the tokens of an image see
+        each other: adjacent ones up to the last of them. None in other models.
+    """
+
+    features: list[MultiModalFeature]
+    positions: NDArray[np.int64]
+    first_rows: list[int]
+    attend_end: NDArray[np.int32] | None
+
+    @classmethod
+    def of(
+        cls, prompt_token_ids: list[int], features: list[MultiModalFeature], vision: VisionFacts
+    ) -> PromptImages:
+        """Return the images of a prompt in which the front end has counted the image tokens."""
+        is_image = np.array(prompt_token_ids) == vision.image_token_id
+        found = [
+            feature.offset + is_image[feature.offset : feature.end].nonzero()[0]
+            for feature in features
+        ]
+        assert [len(each) for each in found] == [each.num_embeds for each in features]
+        positions = np.concatenate(found)
+        attend_end = None
+        if vision.is_bidirectional:
+            attend_end = np.arange(1, len(prompt_token_ids) + 1, dtype=np.int32)
+            last = np.append(np.diff(positions) > 1, [True]).nonzero()[0]
+            run = np.searchsorted(last, np.arange(len(positions)))
+            attend_end[positions] = positions[last[run]] + 1
+        first_rows = np.cumsum([0, *map(len, found)]).tolist()
+        return cls(features, positions, first_rows, attend_end)
+
+    def rows_of_step(self, first: int, end: int) -> list[ImageRows]:
+        """Return what the tokens at [first, end) of the prompt take, in order."""
+        begin, stop = np.searchsorted(self.positions, [first, end]).tolist()
+        taken: list[ImageRows] = []
+        if begin == stop:
+            return taken
+        for index, feature in enumerate(self.features):
+            from_row = max(begin, self.first_rows[index])
+            to_row = min(stop, self.first_rows[index + 1])
+            positions = self.positions[from_row:to_row]
+            starts = [0, *(np.flatnonzero(np.diff(positions) > 1) + 1).tolist(), len(positions)]
+            for start, after in pairwise(starts):
+                if start < after:
+                    row = from_row + start - self.first_rows[index]
+                    rows = slice(row, row + after - start)
+                    taken.append(ImageRows(int(positions[start]) - first, feature.mm_hash, rows))
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
 class RowState:
     """The properties of a sequence that never change."""
 
@@ -98,6 +161,7 @@ class RowState:
     prompt_embeds: NDArray[np.float32] | None
     lora_int_id: int
     lora_scale: float
+    images: PromptImages | None
 
 
 class InputBatch:
@@ -115,6 +179,7 @@ class InputBatch:
     row_versions: int64, counts how often the known tokens of the row were replaced; between two
         replacements tokens are only appended.
     prompt_embeds: row → float32 [num_prompt_tokens, hidden], for prompts given as embeddings.
+    images: row → images of the prompt, for rows that have some.
     extra_keys: uint64, of what besides the tokens decides the KV; 0 for nothing.
     lora_ids, lora_scales: int64 and float32, the adapter of the row, 0 for none, and the factor of
         its effect. has_adapters: whether a sequence has had one.
@@ -128,8 +193,10 @@ class InputBatch:
         num_groups: int = 1,
         *,
         has_states: bool = False,
+        vision: VisionFacts | None = None,
     ) -> None:
         self.has_states = has_states
+        self._vision = vision
         self.block_table = BlockTable(num_rows, max_model_len, block_size, num_groups)
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int32)
@@ -144,6 +211,7 @@ class InputBatch:
         self.row_versions = np.zeros(num_rows, dtype=np.int64)
         self.extra_keys = np.zeros(num_rows, dtype=np.uint64)
         self.prompt_embeds: dict[int, NDArray[np.float32]] = {}
+        self.images: dict[int, PromptImages] = {}
         self.lora_ids = np.zeros(num_rows, dtype=np.int64)
         self.lora_scales = np.ones(num_rows, dtype=np.float32)
         self.has_adapters = False
@@ -357,10 +425,17 @@ class InputBatch:
             prompt_embeds=_rows_of(new),
             lora_int_id=new.lora_int_id,
             lora_scale=new.lora_scale,
+            images=self._images_of(new),
         )
         self._sequences[new.seq_id] = sequence
         self._fill_row(sequence, new.output_token_ids)
         self.block_table.replace(self._row_of[new.seq_id], new.block_ids)
+
+    def _images_of(self, new: NewRequestData) -> PromptImages | None:
+        if not new.mm_features:
+            return None
+        assert self._vision is not None, "the model reads no images"
+        return PromptImages.of(new.prompt_token_ids, new.mm_features, self._vision)
 
     def _fill_row(self, sequence: RowState, output_token_ids: list[int]) -> None:
         """Write a sequence into its row, or into a free one if it has none."""
@@ -391,9 +466,10 @@ class InputBatch:
             and params.logprobs is None
             and params.num_candidates == 0
         )
-        self.edits.pop(row, None)
-        self.prompt_embeds.pop(row, None)
+        self._drop_extras(row)
         prompt = sequence.prompt_token_ids
+        if sequence.images is not None:
+            self.images[row] = sequence.images
         if sequence.prompt_embeds is not None:
             self.prompt_embeds[row] = sequence.prompt_embeds
             prompt = []
@@ -402,9 +478,14 @@ class InputBatch:
 
     def _release_row(self, seq_id: int) -> None:
         row = self._row_of.pop(seq_id)
+        self._drop_extras(row)
+        self._free.append(row)
+
+    def _drop_extras(self, row: int) -> None:
+        """Forget what only some rows have."""
         self.edits.pop(row, None)
         self.prompt_embeds.pop(row, None)
-        self._free.append(row)
+        self.images.pop(row, None)
 
     def _remove_sequence(self, seq_id: int) -> None:
         if seq_id in self._row_of:
@@ -466,6 +547,10 @@ def build_inputs(
         )
         num_drafts = np.maximum(num_sampled - 1, 0)
         attention = (*attention[:-1], replace(states, num_drafts=num_drafts))
+    if batch.images:
+        attend_end = _step_attend_end(batch, step_rows, query_start, num_computed, positions)
+        if attend_end is not None:
+            attention = tuple(replace(group, attend_end=attend_end) for group in attention)
     return StepInputs(
         token_ids=batch.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
@@ -482,7 +567,54 @@ def build_inputs(
             else ()
         ),
         adapters=(_step_adapters(batch, step_rows, num_scheduled) if batch.has_adapters else None),
+        images=(
+            _step_images(batch, step_rows, query_start, num_computed, seq_lens)
+            if batch.images
+            else ()
+        ),
     )
+
+
+def _step_images(
+    batch: InputBatch,
+    rows: NDArray[np.int64],
+    query_start: NDArray[np.int32],
+    num_computed: NDArray[np.int32],
+    seq_lens: NDArray[np.int32],
+) -> tuple[ImageRows, ...]:
+    """Return `StepInputs.images`. The arguments are as there."""
+    return tuple(
+        replace(taken, first_token=int(query_start[index]) + taken.first_token)
+        for index, row in enumerate(rows.tolist())
+        if row in batch.images
+        for taken in batch.images[row].rows_of_step(int(num_computed[index]), int(seq_lens[index]))
+    )
+
+
+def _step_attend_end(
+    batch: InputBatch,
+    rows: NDArray[np.int64],
+    query_start: NDArray[np.int32],
+    num_computed: NDArray[np.int32],
+    positions: NDArray[np.int64],
+) -> NDArray[np.int32] | None:
+    """Return `AttentionInputs.attend_end` [T]; None if each token sees none after its own.
+
+    positions: int64 [T]. The other arguments are as in StepInputs.
+    """
+    found = (positions + 1).astype(np.int32)
+    sees_later = False
+    for index, row in enumerate(rows.tolist()):
+        if row not in batch.images or (ends := batch.images[row].attend_end) is None:
+            continue
+        begin, end = int(query_start[index]), int(query_start[index + 1])
+        own = ends[num_computed[index] : num_computed[index] + end - begin]
+        tokens = slice(begin, begin + len(own))
+        if (own > found[tokens]).any():
+            assert own[-1] <= num_computed[index] + end - begin, "a step ends inside an image"
+            found[tokens] = own
+            sees_later = True
+    return found if sees_later else None
 
 
 def _step_adapters(

@@ -47,6 +47,18 @@ class TokenAdapters:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Rows of the encoder output of an image that neighbouring tokens of a step take.
+
+    first_token: the first of these, among the tokens of the sequence, or of all sequences.
+    """
+
+    first_token: int
+    mm_hash: bytes
+    rows: slice
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """The arrays of a step, for model and sampler; T tokens, S sequences, N sampled positions.
 
@@ -64,6 +76,7 @@ class StepInputs:
         are those of the step, or for drafts one for each token.
     embeddings: (first token, float32 [n, hidden]) of each run of tokens that have given embeddings.
     adapters: of the tokens; None if none has one.
+    images: rows of encoder outputs in place of embeddings.
     """
 
     token_ids: NDArray[np.int64]
@@ -77,6 +90,7 @@ class StepInputs:
     attention: tuple[AttentionInputs, ...]
     embeddings: tuple[tuple[int, NDArray[np.float32]], ...] = ()
     adapters: TokenAdapters | None = None
+    images: tuple[ImageRows, ...] = ()
 
     @property
     def samples_every_token(self) -> bool:

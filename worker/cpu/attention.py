@@ -1,7 +1,7 @@
 """Attention by the C++ kernels (csrc/attention/): one call per layer for the whole batch.
 
 CpuAttention holds the structures that the kernels read. Groups with the same window share a plan,
-which depends on lengths alone; each group has pages of its own.
+which depends on lengths and on what queries see alone; each group has pages of its own.
 """
 
 import ctypes
@@ -110,6 +110,8 @@ class CpuAttention:
             step.seq_lens = group.seq_lens.ctypes.data
             step.block_table = group.block_table.ctypes.data
             step.slot_mapping = group.slot_mapping.ctypes.data
+            attend_end = group.attend_end
+            step.attend_end = None if attend_end is None else attend_end.ctypes.data
             if window not in planned:
                 planned.add(window)
                 self._plans[window].make(step)

@@ -23,6 +23,7 @@ class AttentionStep(ctypes.Structure):
         ("seq_lens", c_void_p),
         ("block_table", c_void_p),
         ("slot_mapping", c_void_p),
+        ("attend_end", c_void_p),
         ("scale", c_double),
         ("soft_cap", c_double),
     ]

@@ -193,13 +193,19 @@ class CudaDevice(Device):
         """Accept every dtype; attention backends refuse the ones they cannot read."""
 
     def refuse(self, setup: ModelSetup) -> None:
-        """Raise ConfigError for adapters, recurrent states, and latents without kernels."""
+        """Raise ConfigError for adapters, images, recurrent states, latents without kernels."""
         spec = setup.spec
         if setup.config.lora.enable_lora:
             raise ConfigError(
                 "--enable-lora: products on a GPU have no kernels for adapters so far: "
                 "--device cpu is needed",
                 "enable_lora",
+            )
+        if setup.prepared.vision is not None:
+            raise ConfigError(
+                f"{setup.prepared.vision.architecture} reads images, which runs on a CPU only so "
+                "far: --device cpu is needed, or --limit-mm-per-prompt '{\"image\": 0}'",
+                "device",
             )
         if spec.state_layers:
             raise ConfigError(

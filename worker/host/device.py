@@ -232,7 +232,12 @@ class HostDevice(Device):
             "adapters": parts.adapters,
         }
         runner = (
-            ModelRunner(**fields, experts=parts.experts, drafter=parts.drafter)
+            ModelRunner(
+                **fields,
+                experts=parts.experts,
+                drafter=parts.drafter,
+                encoder_cache=parts.encoder_cache,
+            )
             if parts.pooling_head is None
             else PoolingRunner(parts.pooling_head, **fields)
         )

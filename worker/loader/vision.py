@@ -39,11 +39,12 @@ def read_vision_spec(prepared: PreparedModel) -> VisionSpec:
 class VisionBytes:
     """Memory of a vision part on one rank, in bytes.
 
-    weights: as they are loaded. activations: of the largest image while it is encoded, its output
-    not included. output: the rows of that image.
+    weights: as they are loaded. pixels: of the largest image. activations: of that image while it
+    is encoded, pixels and output not included. output: its rows.
     """
 
     weights: int
+    pixels: int
     activations: int
     output: int
 
@@ -56,6 +57,7 @@ def vision_bytes(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevic
     spec, size = read_vision_spec(prepared), dtype.itemsize
     return VisionBytes(
         spec.weight_bytes(size),
+        spec.pixel_bytes,
         spec.activation_bytes(size) + spec.unit_bytes(size, unit_rows(device)),
         spec.output_bytes(size),
     )

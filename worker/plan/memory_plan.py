@@ -4,7 +4,7 @@
                                            <-------- Device.default_pool_bytes -------------->
 
 States are those of recurrent layers, where a model has them. Weights, work space and KV are also
-those of a draft model.
+those of a draft model, weights and work space those of a part that encodes images.
 
 Sizes come from the headers of the model's files, its configuration and the settings; no weight is
 read. Start at plan_memory. worker/plan/memory_refusal.py says which flags would make a model fit.
@@ -27,12 +27,14 @@ from proto.messages.lifecycle import (
 )
 from proto.messages.prepared_model import PreparedModel
 from proto.settings.config import GIB, ServeConfig, flag_name, memory_size
+from proto.settings.pooler_config import pooler_of
 from proto.settings.speculative_config import DEFAULT_METHODS, HEAD_METHODS
 from worker.attention.kv_cache import KVLayout, kv_cache_geometry, kv_layout, scratch_layout
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.batch.input_batch import InputBatch
 from worker.device import Device, ModelSetup
 from worker.loader.formats import WeightFormat
+from worker.loader.vision import vision_bytes
 from worker.loader.weights import create_builder
 from worker.models.parts import WeightSpec
 from worker.models.registry import model_spec
@@ -72,6 +74,7 @@ class MemoryPlan:
         without a KV cache.
     num_groups: KV groups with blocks, each of which takes one for the same tokens.
     num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
+    vision_bytes: weights of the part that encodes images; 0 without one.
     num_state_slots, state_bytes: slots for the states of recurrent layers, with the null slot, and
         bytes of each; 0 without such layers. slots_per_sequence: of a sequence that runs.
     free: what the model may take of the device now. total: memory of the device.
@@ -89,6 +92,7 @@ class MemoryPlan:
     least_blocks: int
     free: int
     total: int
+    vision_bytes: int = 0
     num_state_slots: int = 0
     state_bytes: int = 0
     slots_per_sequence: int = 0
@@ -114,7 +118,7 @@ class MemoryPlan:
     @property
     def left(self) -> int:
         """Bytes that weights, work space and states leave; may be negative."""
-        weights = self.weights.total() + self.draft_weights.total()
+        weights = self.weights.total() + self.draft_weights.total() + self.vision_bytes
         return self.free - weights - self.work.total() - self.states_bytes
 
     @property
@@ -145,6 +149,7 @@ class MemoryPlan:
                 if self.draft_weights
                 else []
             ),
+            *([("vision part", self.vision_bytes, "")] if self.vision_bytes else []),
             *([("KV cache", num_blocks * self.block_bytes, pool)] if self.block_bytes else []),
             *([("states", self.states_bytes, self._states())] if self.states_bytes else []),
             ("work space", self.work.total(), work),
@@ -168,6 +173,7 @@ class MemoryPlan:
             "fits": self.fits,
             "weights_bytes": dict(self.weights),
             **({"draft_weights_bytes": dict(self.draft_weights)} if self.draft_weights else {}),
+            **({"vision_bytes": self.vision_bytes} if self.vision_bytes else {}),
             **(pool if self.block_bytes else {}),
             **(states if self.states_bytes else {}),
             "work_space_bytes": dict(self.work),
@@ -213,7 +219,8 @@ def plan_memory(
 
     model = _served_memory(setup)
     drafter = _ModelMemory.none(setup.num_ranks) if draft is None else _drafter_memory(setup, draft)
-    work = model.work + drafter.work
+    vision_weights, encoding = _vision_memory(setup)
+    work = model.work + drafter.work + encoding
     token_bytes = [sum(both) for both in zip(model.token_bytes, drafter.token_bytes, strict=True)]
     block_bytes = cache.block_size * sum(token_bytes[rank] for rank in setup.ranks)
     free = device.free_bytes(cache)
@@ -228,7 +235,8 @@ def plan_memory(
     if device.converts_here and conversion > 0:
         work["conversion of weights"] = conversion
 
-    left = max(0, free - model.weights.total() - drafter.weights.total() - work.total())
+    weights_bytes = model.weights.total() + drafter.weights.total() + vision_weights
+    left = max(0, free - weights_bytes - work.total())
     state_bytes = _state_bytes(setup)
     num_state_slots = _num_state_slots(config, left, state_bytes) if state_bytes else 0
     left = max(0, left - num_state_slots * state_bytes)
@@ -250,6 +258,7 @@ def plan_memory(
         least_blocks=least_blocks,
         free=free,
         total=device.total_bytes(),
+        vision_bytes=vision_weights,
         num_state_slots=num_state_slots,
         state_bytes=state_bytes,
         slots_per_sequence=slots_per_sequence(cache.enable_prefix_caching),
@@ -471,6 +480,26 @@ def step_tokens(
                 field,
             )
     return config.scheduler.max_num_batched_tokens or max(ENCODER_STEP_TOKENS, longest)
+
+
+def _vision_memory(setup: ModelSetup) -> tuple[int, Counter[str]]:
+    """Return the bytes of the weights that encode images, and of that work, on a setup's ranks.
+
+    Every rank encodes all images, with all weights.
+    """
+    config, vision, num_ranks = setup.config, setup.prepared.vision, len(setup.ranks)
+    if vision is None or pooler_of(config.model, setup.prepared) is not None:
+        return 0, Counter()
+    of_image = vision_bytes(setup.prepared, setup.dtype, setup.device)
+    cached = config.scheduler.encoder_cache_rows(vision.max_embeds)
+    work = {
+        "encoding an image": of_image.pixels + of_image.activations + of_image.output,
+        "encoder outputs": cached * setup.spec.hidden_size * _FLOAT32,
+    }
+    return (
+        num_ranks * of_image.weights,
+        Counter({what: num_ranks * size for what, size in work.items()}),
+    )
 
 
 # ---- Rows and processes ----

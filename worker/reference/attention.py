@@ -32,7 +32,9 @@ class ReferenceAttention:
         arrays = [
             each for group in self._groups for each in (group.slot_mapping, group.block_table)
         ]
-        sent = self._transfers.to_device(arrays)
+        attend_end = self._groups[0].attend_end  # the same in all groups
+        sent = self._transfers.to_device(arrays if attend_end is None else [*arrays, attend_end])
+        self._attend_end = None if attend_end is None else sent.pop()
         # Of each group the slots, and the pages of each sequence.
         self._slots = sent[::2]
         self._tables = [
@@ -64,6 +66,7 @@ class ReferenceAttention:
             tokens = slice(int(inputs.query_start[row]), int(inputs.query_start[row + 1]))
             first = first_in_sight(seq_len - (tokens.stop - tokens.start), window)
             table = tables[row]
+            attend_end = None if self._attend_end is None else self._attend_end[tokens]
             output[tokens] = dense_attention(
                 turned[tokens],
                 _gather(key_pages, table, first, seq_len),
@@ -71,6 +74,7 @@ class ReferenceAttention:
                 self._shape,
                 window,
                 sinks,
+                None if attend_end is None else attend_end - first,
             ).to(query.dtype)
         return output
 
@@ -87,10 +91,12 @@ def dense_attention(
     shape: AttentionShape,
     window: Window,
     sinks: torch.Tensor | None = None,
+    attend_end: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention [Q, Hq, V] of query [Q, Hq, D] to key [Hkv, N, D] and value [Hkv, N, V].
 
-    The queries have the last Q of the N positions. sinks: as in AttentionBackend.run.
+    The queries have the last Q of the N positions. sinks: as in AttentionBackend.run. attend_end:
+    int [Q], end among the N of what each query sees; None: after its own position.
     """
     num_queries, num_tokens = query.shape[0], key.shape[1]
     grouped = query.view(num_queries, shape.num_kv_heads, shape.group_size, shape.head_dim)
@@ -103,6 +109,8 @@ def dense_attention(
     if shape.bidirectional:
         distance = distance.abs()
     hidden = distance < 0
+    if attend_end is not None:
+        hidden = torch.arange(num_tokens, device=device) >= attend_end[:, None]
     if window is not None:
         hidden |= distance >= window
     scores = scores.masked_fill(hidden, float("-inf"))

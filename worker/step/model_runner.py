@@ -9,7 +9,7 @@ launched. A device may queue steps instead, and sample them itself (worker/cuda/
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -33,6 +33,7 @@ from worker.sampling.sampler import Sampler
 from worker.speculation.draft_sampler import Drafts, SampledStep
 from worker.speculation.drafter import Drafter
 from worker.step.adapter_store import AdapterStore
+from worker.step.encoder_cache import NOTHING_ENCODED, EncodedSlices, EncoderCache
 from worker.step.routed_experts import ExpertSpan, RoutedExpertsCache, expert_rows
 from worker.step.step_sampler import StepSampler, StepSamplerOutput
 
@@ -59,6 +60,8 @@ class ForwardOutput:
 
     hidden: [T, H], of all tokens. sample_tokens: `inputs.sample_tokens`. states: kept by the
     drafter. experts: [n, mixtures, top_k], of the positions in expert_spans, span by span.
+
+    encoded: the images that were encoded before.
     """
 
     step: SchedulerOutput
@@ -72,6 +75,7 @@ class ForwardOutput:
     states: torch.Tensor | None = None
     expert_spans: Sequence[ExpertSpan] = ()
     experts: torch.Tensor | None = None
+    encoded: EncodedSlices = NOTHING_ENCODED
 
     def answer(
         self,
@@ -107,6 +111,8 @@ class ForwardOutput:
             failed_seq_ids=[self.seq_ids[index] for index in nonfinite.nonzero()[0].tolist()],
             candidates=list(candidates),
             routed_experts=routed_experts,
+            encoder_seconds=self.encoded.seconds,
+            failed_mm_hashes=self.encoded.failed_mm_hashes,
         )
 
     def sampled_step(self, sampled: list[list[int]], batch: InputBatch) -> SampledStep:
@@ -150,7 +156,8 @@ class ModelRunner:
 
     experts: those of each token; None if they are not kept. drafter: proposes drafts when the
     tokens of a step are known. fault_injector: makes hidden states NaN in the steps of a test.
-    adapters: those that rows may have; None without --enable-lora.
+    adapters: those that rows may have; None without --enable-lora. encoder_cache: of the images of
+    prompts; None for a model that reads none.
     """
 
     def __init__(
@@ -165,8 +172,10 @@ class ModelRunner:
         drafter: Drafter | None = None,
         fault_injector: FaultInjector | None = None,
         adapters: AdapterStore | None = None,
+        encoder_cache: EncoderCache | None = None,
     ) -> None:
         self._adapters = adapters
+        self._encoder_cache = encoder_cache
         self._experts = experts
         self._drafter = drafter
         self._model = model
@@ -196,6 +205,8 @@ class ModelRunner:
         """Apply a step to the batch and run the model; return the answer if nothing is to run."""
         started = time.monotonic()
         step_rows = self.batch.apply(step)
+        encoded = self._encode_images(step)
+        started += encoded.seconds
         block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2).T
         if step.state_copies:
             assert isinstance(self._attention, AttentionWithStates), "the model has no states"
@@ -204,8 +215,16 @@ class ModelRunner:
             if block_copies.size:
                 sources, targets = self.transfers.to_device(list(block_copies))
                 self._copy_blocks(sources, targets, block_copies)
-            return ModelRunnerOutput(step.epoch, step.step, [], [])
+            return ModelRunnerOutput(
+                step.epoch,
+                step.step,
+                [],
+                [],
+                encoder_seconds=encoded.seconds,
+                failed_mm_hashes=encoded.failed_mm_hashes,
+            )
         inputs, seq_ids, step_order = self._build_inputs(step, step_rows)
+        inputs = self._with_images(inputs)
         spans: list[ExpertSpan] = []
         expert_slots: list[NDArray[np.int64]] = []
         if self._experts is not None:
@@ -239,7 +258,15 @@ class ModelRunner:
             states=states,
             expert_spans=spans,
             experts=experts,
+            encoded=encoded,
         )
+
+    def _encode_images(self, step: SchedulerOutput) -> EncodedSlices:
+        """Encode what the step lists of images."""
+        if self._encoder_cache is None:
+            assert not step.scheduled_encoder_inputs, "the model reads no images"
+            return NOTHING_ENCODED
+        return self._encoder_cache.run_step(step)
 
     def compute_logits(self, forward: ForwardOutput) -> torch.Tensor:
         """Return the logits [N, vocab] of the sampled positions, in the head's dtype."""
@@ -378,6 +405,18 @@ class ModelRunner:
         order = decodes_first(step)
         inputs = build_inputs(step, step_rows, self.batch, order, query_split=split)
         return inputs, [seq_ids[index] for index in order], np.argsort(order).tolist()
+
+    def _with_images(self, inputs: StepInputs) -> StepInputs:
+        """Return the inputs with the rows of images as embeddings."""
+        if not inputs.images:
+            return inputs
+        assert self._encoder_cache is not None, "the model reads no images"
+        hidden_size = self._model.spec.hidden_size
+        rows = tuple(
+            (taken.first_token, self._encoder_cache.rows(taken.mm_hash, taken.rows, hidden_size))
+            for taken in inputs.images
+        )
+        return replace(inputs, embeddings=(*inputs.embeddings, *rows))
 
     def _arrays_beside(self, inputs: StepInputs) -> Sequence[NDArray[np.int64]]:
         """Return more arrays that a step needs on the device."""

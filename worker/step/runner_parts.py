@@ -17,6 +17,7 @@ from worker.models.decoder import Decoder
 from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle_head import EagleHead
 from worker.step.adapter_store import AdapterStore
+from worker.step.encoder_cache import EncoderCache
 from worker.step.model_runner import GrammarMaskSource, no_grammars
 from worker.step.pooling import PoolingHead
 from worker.step.routed_experts import RoutedExpertsCache
@@ -55,7 +56,7 @@ class RunnerParts:
     dtype: of the activations. attention_kernels: from `Device.choose_attention`.
     states: of layers without attention; None without such layers. experts: those of each token, if
     they are kept. drafter: of this engine, or None. pooling_head: of a model that pools. adapters:
-    those that rows may have, or None.
+    those that rows may have, or None. encoder_cache: of a model that reads images.
     is_batch_invariant: whether threads may change between steps. show_captured: called with the
     captured fraction of what is recorded before the first step.
     """
@@ -71,6 +72,7 @@ class RunnerParts:
     drafter: Drafter | None = None
     pooling_head: PoolingHead | None = None
     adapters: AdapterStore | None = None
+    encoder_cache: EncoderCache | None = None
     fault_injector: FaultInjector | None = None
     is_batch_invariant: bool = False
     show_captured: Callable[[float], None] = _no_progress

@@ -20,6 +20,7 @@ const WAITS_FOR = {
   tenants: "other clients were served less",
   chunks: "for a step with room",
   blocks: "for KV blocks",
+  encoder: "for their images",
   blocked: "for a grammar, KV or an adapter",
   results: "for a result",
   pause: "the engine is paused",

@@ -13,7 +13,9 @@ Progress is a new token, or complete steps that computed all that was in flight 
     later        |------------ computed -----------------------|        it did not cause the crash
 
 A request that crashes wherever it is computed never makes progress, however its prompt is cut into
-chunks; a long prompt or a beam search that happens to run when processes are killed mostly does.
+chunks; a long prompt or a beam search that happens to run when processes are killed mostly does. A
+request whose image is encoded at the crash, running or not, has progressed when it is computed past
+the image.
 
 The choices of a request are tried together, because the rows of a beam search need each other.
 While a suspect may begin (a pause may hold it) no other request is computed. `isolate_suspect`
@@ -35,6 +37,7 @@ from typing import ClassVar, Final
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature
+from engine_core.scheduler.features.encoder_inputs import EncoderInputs
 from engine_core.scheduler.features.pause import Pause
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.request_lifecycle import RequestLifecycle
@@ -99,7 +102,9 @@ class CrashIsolation(SchedulerFeature):
         preemption: Preemption,
         crashes_until_isolated: int,
         report_begun: ReportBegun | None,
+        encoder_inputs: EncoderInputs | None,
     ) -> None:
+        self._encoder_inputs = encoder_inputs
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
         self._pause = pause
@@ -118,10 +123,12 @@ class CrashIsolation(SchedulerFeature):
             self._suspect_if_repeated(request)
 
     def note_crash(self) -> list[Request]:
-        """Count a crash of the workers for running requests; return those that have to be ended."""
+        """Count a crash of the workers for requests that they computed, or encoded an image of.
+
+        Returns those that have to be ended.
+        """
         crashing = []
-        for request in self._running:
-            num_in_flight = request.num_computed_tokens
+        for request, num_in_flight in self._in_flight():
             record = self._records.get(request.seq_id)
             if record is None:
                 record = _Record(request, num_in_flight, of_engine=False)
@@ -177,8 +184,11 @@ class CrashIsolation(SchedulerFeature):
             if record.has_token and not request.sampling_params.beam_width:
                 request.crash_count = 0
                 del self._records[request.seq_id]
-        if self.has_pending_trials and not all(map(self._is_suspected, self._running)):
-            self._preemption.preempt_running(plan)
+        if self.has_pending_trials:
+            if not all(map(self._is_suspected, self._running)):
+                self._preemption.preempt_running(plan)
+            if self._encoder_inputs is not None:
+                self._stop_encoding(self._encoder_inputs)
 
     def is_blocked(self, candidate: Candidate) -> bool:
         if not self._records:
@@ -199,6 +209,22 @@ class CrashIsolation(SchedulerFeature):
         self._records.pop(request.seq_id, None)
         if self._suspects:
             self._clear_suspect(request)
+
+    def _in_flight(self) -> list[tuple[Request, int]]:
+        """Return requests that workers compute or encode, and up to which token."""
+        found = {request: request.num_computed_tokens for request in self._running}
+        if self._encoder_inputs is not None:
+            for request, end in self._encoder_inputs.in_flight():
+                found[request] = max(found.get(request, 0), end)
+        return list(found.items())
+
+    def _stop_encoding(self, encoder_inputs: EncoderInputs) -> None:
+        """Encode nothing for requests that are no suspects."""
+        for request in self._waiting:
+            if request.mm_features and not self._is_suspected(request):
+                encoder_inputs.release_all(request)
+                if request.status is RequestStatus.WAITING_FOR_ENCODER:
+                    self._hold_request(request)
 
     def _hold_request(self, request: Request) -> None:
         request.status = self.status

@@ -20,6 +20,7 @@ class Pause(SchedulerFeature):
 
     def __init__(self, lifecycle: RequestLifecycle) -> None:
         self._choices = lifecycle.choices
+        self._waiting = lifecycle.waiting
         self._unblock = lifecycle.unblock
         self._begun: set[int] = set()  # ids of requests that have begun with some choice
         self._mode: PauseMode | None = None
@@ -36,6 +37,10 @@ class Pause(SchedulerFeature):
 
     def begin_pause(self, mode: PauseMode) -> None:
         self._mode = mode
+        for request in self._waiting:
+            if request.status is RequestStatus.WAITING_FOR_ENCODER and self.holds(request):
+                request.status = self.status  # nothing is encoded for it
+                self._held[request.seq_id] = request
 
     def end_pause(self) -> None:
         """End the pause and unblock all held requests; without a pause do nothing."""

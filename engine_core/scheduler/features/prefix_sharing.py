@@ -9,7 +9,7 @@ step checks each request that computes a prefix once, and none of those that wai
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
@@ -85,8 +85,15 @@ class PrefixWait(SchedulerFeature):
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_PREFIX
 
-    def __init__(self, kv_cache: KVCacheManager, longest_chunk: int, unblock: Unblock) -> None:
-        """longest_chunk: maximum tokens of a request in a step."""
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        longest_chunk: int,
+        unblock: Unblock,
+        stalled: Set[int] = frozenset(),
+    ) -> None:
+        """longest_chunk: maximum tokens of a request in a step. stalled: see `EncoderInputs`."""
+        self._stalled = stalled
         self._kv_cache = kv_cache
         self._block_size = kv_cache.block_size
         self._longest_chunk = longest_chunk
@@ -155,7 +162,7 @@ class PrefixWait(SchedulerFeature):
             self._remove_leader(leader)
 
     def _follow_leaders(self, plan: StepPlan) -> None:
-        planned = plan.num_new_tokens(self._leaders)
+        planned, stalled = plan.num_new_tokens(self._leaders), self._stalled
         least = max(1, min(self._longest_chunk, plan.budget, plan.prompt_budget))
         for seq_id, leader in list(self._leaders.items()):
             request = leader.request
@@ -164,7 +171,9 @@ class PrefixWait(SchedulerFeature):
                 continue
             num_computed = request.num_computed_tokens
             leader.num_lost += num_computed < leader.expected
-            leader.expected = min(num_computed + least, request.num_tokens)
+            leader.expected = num_computed
+            if seq_id not in stalled:
+                leader.expected = min(num_computed + least, request.num_tokens)
             leader.reached = num_computed + planned.get(seq_id, 0)
             leader.findable = self._findable(request, leader.reached)
             while leader.waiters and leader.waiters[0][0] <= leader.findable:

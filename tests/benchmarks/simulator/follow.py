@@ -39,7 +39,14 @@ class Follower:
         self._recording = recording
         self._now = 0.0
         self._decision = Decision()
-        recorder = TraceRecorder(self._note, started_at=0.0, num_seats=0, clock=lambda: self._now)
+        encoder = recording.header.encoder
+        recorder = TraceRecorder(
+            self._note,
+            started_at=0.0,
+            num_seats=0,
+            clock=lambda: self._now,
+            image_token_id=-1 if encoder is None else encoder.vision.image_token_id,
+        )
         self._drafts = _drafts_of(recording)
         self._rig = Rig(
             recording.header, recorder, lambda: self._now, aborts=True, drafts=self._drafts
@@ -110,7 +117,11 @@ class Follower:
         while self._in_flight:
             output, result = self._in_flight.popleft()
             if output.step == line.step:
-                result = msgspec.structs.replace(result, compute_seconds=line.compute_seconds)
+                result = msgspec.structs.replace(
+                    result,
+                    compute_seconds=line.compute_seconds,
+                    encoder_seconds=line.encoder_seconds,
+                )
                 self._rig.scheduler.update_from_output(output, result)
                 return ""
         return f"step {line.step}: a result for a step that was not sent"
@@ -126,6 +137,8 @@ class Follower:
                 scheduler.pause("freeze" if line.detail == "freeze" else "finish_running")
             case "resume":
                 scheduler.resume()
+            case "encoder reset":
+                scheduler.reset_encoder_cache()
             case "reset":
                 scheduler.reset_prefix_cache(preempting=bool(line.detail))
 

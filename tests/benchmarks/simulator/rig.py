@@ -5,6 +5,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from engine_core.block_hashing import NO_EXTRA_KEYS, ExtraKeys
 from engine_core.kv_cache.events import PoolObserver
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
@@ -35,6 +36,7 @@ from proto.messages.kv_connector import (
 )
 from proto.messages.lifecycle import KVCacheGeometry
 from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.multimodal import MultiModalFeature, SharedPixels
 from proto.messages.sampling_params import SamplingParams
 from proto.messages.sched_trace import Arrival, Decision, TraceHeader
 from proto.messages.scheduler_output import SchedulerOutput
@@ -252,7 +254,9 @@ class Rig:
             observer=observer,
             drafting=drafts,
             num_draft_positions=header.num_draft_positions,
+            encoder=header.encoder,
         )
+        self._image_token_id = header.encoder.vision.image_token_id if header.encoder else 0
         self._one_tenant = one_tenant
         self._aborts = aborts
 
@@ -261,6 +265,14 @@ class Rig:
         arrival = sequence.arrival
         num_prompt = arrival.num_prompt_tokens
         known = tokens.first(num_prompt + arrival.num_output_tokens)
+        features = []
+        for image in arrival.images:
+            for position in range(image.first, image.first + image.num_embeds):
+                known[position] = self._image_token_id
+            mm_hash, pixels = image.number.to_bytes(32, "big"), SharedPixels("image", (1,))
+            features.append(
+                MultiModalFeature(image.offset, image.length, image.num_embeds, mm_hash, pixels)
+            )
         self.worker.expect(arrival.seq_id, tokens, _end(sequence, self._aborts))
         self._add(
             Request(
@@ -279,6 +291,7 @@ class Rig:
                 arrival_time=arrival_time,
                 tenant=0 if self._one_tenant else arrival.tenant,
                 agent=_agent_of(arrival),
+                extra_keys=ExtraKeys(mm_features=features) if features else NO_EXTRA_KEYS,
             )
         )
 

@@ -274,7 +274,7 @@ class Simulation:
         output = scheduler.schedule()
         result = self._rig.worker.answer(output)
         may_begin = self._tier.begin(output.connector_metadata, self.now)
-        if output.total_num_scheduled_tokens:
+        if output.has_result:
             self.outcome.num_steps += 1
             begin = max(may_begin, self._free_at)
             seconds = self._model.seconds(*self._meter.shape)
@@ -282,7 +282,7 @@ class Simulation:
             result = msgspec.structs.replace(result, compute_seconds=seconds)
             self._in_flight.append((self._free_at, output, result))
             return True
-        if wanted or output.connector_metadata:
+        if wanted or output.connector_metadata or output.free_encoder_mm_hashes:
             return True
         return bool(output.finished_seq_ids or output.preempted_seq_ids)
 

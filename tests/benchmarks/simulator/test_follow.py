@@ -6,7 +6,14 @@ import pytest
 from proto.messages.sched_trace import Dropped, PinEnd, Result, Step, TurnEnd
 from tests.benchmarks.simulator.follow import Follower
 from tests.fakes.drafts import SyntheticDrafts
-from tests.fakes.traced_engine import TracedEngine, agents_load, random_load, recording_of
+from tests.fakes.images import encoder_limits
+from tests.fakes.traced_engine import (
+    TracedEngine,
+    agents_load,
+    images_load,
+    random_load,
+    recording_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,24 @@ def test_drafts_are_followed(acceptance: float, is_async: bool) -> None:
         assert verdict.num_steps == len(engine.of(Step))
         num_accepted += sum(sum(line.accepted) for line in engine.of(Result))
     assert num_accepted > 20
+
+
+@pytest.mark.parametrize("is_bidirectional", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_images_are_followed(is_async: bool, is_bidirectional: bool) -> None:
+    """With the same parts of images in each step, by their measured times."""
+    num_parts = num_found = 0
+    for seed in range(2):
+        encoder = encoder_limits(max_embeds=12, cache_size=30, is_bidirectional=is_bidirectional)
+        engine = TracedEngine(30, encoder=encoder, async_scheduling=is_async)
+        images_load(seed, engine)
+        verdict = Follower(engine.recording).run()
+        assert verdict.difference == ""
+        num_parts += sum(len(line.decision.encoded) for line in engine.of(Step))
+        hits = [hit for line in engine.of(Step) for hit in line.decision.hits]
+        num_found += sum(hit.local_tokens > 0 for hit in hits)
+    assert num_parts > 60
+    assert num_found > 10
 
 
 def test_pauses_restarts_and_resets_are_followed() -> None:

@@ -6,6 +6,7 @@ from hashlib import sha256
 import pytest
 
 from engine_core.block_hashing import ROOT, BlockHasher, ExtraKeys
+from tests.fakes.images import picture, with_pictures
 from tests.fakes.lora import lora_request
 
 FINGERPRINT = b"\x07" * 32
@@ -91,6 +92,67 @@ def test_a_block_has_the_digest_of_the_embeddings_in_it():
     key = b"prompt_embeds:" + sha256(rows[32:]).digest()
     assert chain[1] == sha256(chain[0] + words(0, 7, 8, 9, len(key)) + key).digest()
     assert chain[2] == sha256(chain[1] + words(1, 2, 3, 4)).digest()
+
+
+def image_hashes(*parts, salt=None):
+    """Hashes of a prompt with pictures (number, rows), in blocks of 4."""
+    tokens, features = with_pictures(parts)
+    chain: list[bytes] = []
+    BlockHasher(4, FINGERPRINT).extend(chain, tokens, ExtraKeys(salt, mm_features=features))
+    return chain
+
+
+def image_key(number, place):
+    return ("image", picture(number, 1).mm_hash + struct.pack("<i", place))
+
+
+def test_a_block_names_each_image_in_it_and_where_that_begins():
+    tokens, features = with_pictures([[1, 2, 3], (1, 3), (2, 1), [4, 5, 6, 7]])
+    keys = ExtraKeys("s", mm_features=features)
+    assert keys.end == 3 + 5 + 3
+    assert keys.of_block(0, 4) == [("cache_salt", b"s"), image_key(1, 3)]
+    assert keys.of_block(4, 8) == [image_key(1, -1)]
+    assert keys.of_block(8, 12) == [image_key(2, 0)]
+    assert keys.of_block(12, 16) == []
+    assert ExtraKeys(mm_features=features).of_block(0, 3) == []
+    assert keys.kinds == ["cache_salt", "image"]
+    chain: list[bytes] = []
+    hasher = BlockHasher(4, FINGERPRINT)
+    for end in (3, 4, 9, len(tokens)):
+        hasher.extend(chain, tokens[:end], keys)
+    assert chain == image_hashes([1, 2, 3], (1, 3), (2, 1), [4, 5, 6, 7], salt="s")
+
+
+def test_text_before_an_image_has_the_hashes_of_text_alone():
+    text, plain = list(range(9)), hashes(list(range(9)))
+    assert image_hashes(text, (1, 6))[:2] == plain
+    assert image_hashes(text, (1, 6))[:2] == image_hashes(text, (2, 6))[:2]
+
+
+def test_other_images_and_other_places_share_nothing_from_there_on():
+    """Also the blocks behind an image, of text alone."""
+    same = image_hashes([1, 2], (1, 6), [3] * 8)
+    assert same == image_hashes([1, 2], (1, 6), [3] * 8)
+    others = [
+        image_hashes([1, 2], (2, 6), [3] * 8),
+        hashes(with_pictures([[1, 2], (1, 6), [3] * 8])[0]),
+        image_hashes([1, 2], (1, 6), [3] * 8, salt="a"),
+    ]
+    for other in others:
+        assert not set(same) & set(other)
+    swapped = [image_hashes((one, 2), (two, 2), [5] * 4) for one, two in ((1, 2), (2, 1), (1, 1))]
+    assert len({chain[-1] for chain in swapped}) == 3
+    tokens, (feature, _) = with_pictures([(1, 2), (2, 2)])
+    moved = [*tokens[:4], *tokens[4:]]
+    keys = [
+        ExtraKeys(mm_features=[feature]),
+        ExtraKeys(mm_features=[picture(1, 2, offset=4)]),
+    ]
+    chains: list[list[bytes]] = [[], []]
+    for chain, each in zip(chains, keys, strict=True):
+        BlockHasher(4, FINGERPRINT).extend(chain, moved, each)
+    assert not set(chains[0]) & set(chains[1]), "the same tokens, another of them is the image"
+    assert keys[0].digest != keys[1].digest != b""
 
 
 def test_an_adapter_is_named_by_its_content_and_scale():

@@ -21,6 +21,7 @@ from engine_core.scheduler.step_plan import StepPlan
 from tests.fakes.drafts import MOST_DRAFTED
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.gates import FakeGate
+from tests.fakes.images import image_at
 from tests.fakes.pool_model import max_blocks
 
 FINGERPRINT = b"f" * 32
@@ -54,9 +55,15 @@ class Contents:
                     content += struct.pack("<I", len(salt)) + salt
             else:
                 content = parent + content
+            start = len(hashes) * size
+            for feature in request.mm_features:
+                if feature.offset < start + size and start < feature.end:
+                    key = b"image:" + feature.mm_hash + struct.pack("<i", feature.offset - start)
+                    content += struct.pack("<I", len(key)) + key
             positions = []
-            for token in block:
-                digest = blake2b(digest + struct.pack("<I", token), digest_size=8).digest()
+            for position, token in enumerate(block, start):
+                token_bytes = struct.pack("<I", token) + image_at(request.mm_features, position)
+                digest = blake2b(digest + token_bytes, digest_size=8).digest()
                 positions.append(digest)
             hashes.append(sha256(content).digest())
             self.digests[hashes[-1]] = positions
@@ -89,6 +96,7 @@ class CheckedEngine(EngineHarness):
         self._findable: dict[int, list[tuple[bytes, int]]] = {}  # by step
         self._tables: dict[tuple[int, int], list[list[int]]] = {}
         super().__init__(observer=self.watch, gates=[self.gate], **settings)
+        self.encoder_inputs = self.scheduler._encoder_inputs
         budget = settings["max_num_batched_tokens"]
         self.longest_chunk = min(settings.get("long_prefill_token_threshold") or budget, budget)
 
@@ -97,6 +105,10 @@ class CheckedEngine(EngineHarness):
         assert output.total_num_scheduled_tokens <= self.settings["max_num_batched_tokens"]
         self._findable[output.step] = list(self.kv_cache.pool.index.items())
         self.check_blocks()
+        if self.encoder_inputs is not None:
+            assert self.encoder_inputs.cache.check() == []
+            self.num_of["slices"] += len(output.scheduled_encoder_inputs)
+            self.num_of["encoder evictions"] += len(output.free_encoder_mm_hashes)
         return output
 
     def collect(self, output: Any) -> Any:
@@ -109,6 +121,23 @@ class CheckedEngine(EngineHarness):
     def lose_workers(self, epoch: int = 2) -> Any:
         self._findable.clear()
         return super().lose_workers(epoch)
+
+    # Images
+
+    @property
+    def is_bidirectional(self) -> bool:
+        limits = self.settings.get("encoder")
+        return limits is not None and limits.vision.is_bidirectional
+
+    def is_stalled(self, request: Request) -> bool:
+        return self.encoder_inputs is not None and request.seq_id in self.encoder_inputs.stalled
+
+    def may_be_cut_at_images(self, request: Request) -> bool:
+        """Return whether a prompt may be computed in chunks because of its images."""
+        if self.encoder_inputs is None or not request.mm_features:
+            return False
+        rows = {each.mm_hash: each.num_embeds for each in request.mm_features}
+        return self.is_bidirectional or sum(rows.values()) > self.settings["encoder"].cache_size
 
     # Blocks
 
@@ -364,6 +393,8 @@ class Watch:
         for request, number in admitted:
             missing = request.num_tokens - request.num_computed_tokens
             assert missing >= 1, "a step without tokens to compute"
+            if engine.may_be_cut_at_images(request):
+                continue
             if not engine.settings.get("enable_chunked_prefill", True) and missing <= budget:
                 assert number == min(missing, engine.longest_chunk), "a prompt was chunked"
 
@@ -442,6 +473,10 @@ class Watch:
                 missing = 0  # a draft is being verified
             missing += len(plan.drafts.get(request.seq_id, ()))
             number = numbers.get(request.seq_id, 0)
+            if request.num_computed_tokens < request.mm_end and (
+                self._engine.is_bidirectional or self._engine.is_stalled(request)
+            ):
+                continue
             if missing == 1 or not self._engine.settings.get("max_prefill_slowdown"):
                 assert number or missing <= 0, f"{request!r} got nothing"
                 wanted = min(missing, self._engine.longest_chunk)

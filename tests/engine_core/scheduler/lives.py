@@ -16,7 +16,7 @@ from typing import Any
 
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
-from engine_core.request import Request
+from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.prefix_sharing import PrefixWait, SiblingForks
 from proto.errors import InvalidRequestError
 from proto.messages.engine_io import AgentHint, FinishReason
@@ -27,6 +27,7 @@ from tests.engine_core.scheduler.invariants import CheckedEngine
 from tests.fakes.clock import FakeClock
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EOS
+from tests.fakes.images import encoder_limits, with_pictures
 from tests.fakes.kv_connector import FakeConnector, FakeLoad
 from tests.fakes.lora import lora_request
 from tests.fakes.paged_runner import undisturbed
@@ -62,6 +63,7 @@ class Kind:
     num_adapters: int = 0
     has_connector: bool = False
     has_drafts: bool = False
+    has_images: bool = False
     expects: dict[str, int] = field(default_factory=dict)
 
     def settings(self, rng: random.Random, seed: int) -> dict[str, Any]:
@@ -155,6 +157,31 @@ def with_loads(rng: random.Random) -> dict[str, Any]:
     }
 
 
+PICTURES = (2, 4, 4, 7)
+"""Rows of the encoder output of each picture."""
+
+
+def with_images(rng: random.Random) -> dict[str, Any]:
+    """Caches for one large image or all, budgets from a part of an image to several."""
+    splits = rng.random() < 0.7
+    is_bidirectional = rng.random() < 0.3
+    rows = [None, 1, 3, 10] if splits else [7, 10, 20]
+    settings = {
+        **with_everything(rng),
+        "encoder": encoder_limits(
+            max_embeds=max(PICTURES),
+            is_bidirectional=is_bidirectional,
+            cache_size=rng.choice([7, 8, 11, 40]),
+            max_input_tokens=rng.choice(rows),
+            splits=splits,
+        ),
+    }
+    if is_bidirectional:
+        settings["max_num_batched_tokens"] = rng.choice([8, 16, 40, 64])
+        settings["long_prefill_token_threshold"] = rng.choice([0, 0, 7, 12])
+    return settings
+
+
 def with_adapters(rng: random.Random) -> dict[str, Any]:
     max_loras = rng.choice([1, 1, 2, 3])
     lora = LoRAConfig(
@@ -230,6 +257,32 @@ KINDS = {
         num_tenants=2,
         num_adapters=5,
         expects={"adapter loads": 80, "preempted": 40, "found": 40, "lose_workers": 10},
+    ),
+    "images": Kind(
+        with_images,
+        (("step", 60), ("add", 14), ("open", 3), ("give", 9), ("close", 2), ("abort", 3),
+         ("abort_in_flight", 2), ("reset", 1), ("lose_workers", 1), ("pause", 1), ("resume", 3),
+         ("hold", 1), ("release", 3), ("forget_images", 2), ("break_image", 1)),
+        num_tenants=2,
+        has_images=True,
+        expects={"slices": 400, "encoder evictions": 50, "preempted": 40, "found": 40,
+                 "waits for the encoder": 50, "failed images": 5},
+    ),
+    "images and loads": Kind(
+        lambda rng: {**with_images(rng), **with_loads(rng)},
+        (*CALM, *LOADS, ("abort_in_flight", 1), ("reset", 1), ("lose_workers", 1)),
+        has_connector=True,
+        has_images=True,
+        expects={"slices": 400, "loads": 100, "waits for the encoder": 50},
+    ),
+    "images and drafts": Kind(
+        lambda rng: {**with_images(rng), **{
+            name: value for name, value in with_drafts(rng).items()
+            if name in ("max_num_batched_tokens", "num_dropped_blocks", "max_num_seqs")}},
+        (("step", 60), ("add", 9), ("abort", 2), ("abort_in_flight", 1), ("lose_workers", 1)),
+        has_drafts=True,
+        has_images=True,
+        expects={"slices": 200, "accepted": 200},
     ),
     "drafts": Kind(
         with_drafts, (("step", 60), ("add", 9), ("abort", 2)), has_drafts=True,
@@ -311,6 +364,8 @@ class Life:
         self.engine = self.engine_class(
             connector=self.connector, clock=self.clock, drafting=self.drafting, **self.settings
         )
+        if self.engine.runner.encoder is not None:
+            self.engine.runner.encoder.row_seconds = self.rng.choice([0.01, 0.1, 1.0])
         self.engine.step_seconds = lambda output: 0.02 * output.total_num_scheduled_tokens
         if self.engine.adapters is not None:
             self.engine.adapters.loads_later = True
@@ -361,12 +416,14 @@ class Life:
                     "prompt_logprobs": 0 if rng.random() < 0.05 else None,
                     **self._draw_adapter(),
                 }
-                return (prompt, max_tokens, n, stops, more)
+                prompt, images = self._draw_images(prompt, max_tokens)
+                return (prompt, max_tokens, n, stops, more | images)
             case "open":
                 prompt, max_tokens = self._draw_prompt()
                 tenant = rng.randrange(self.kind.num_tenants)
                 more = {"tenant": tenant, "priority": rng.randrange(3), **self._draw_adapter()}
-                return (prompt, max_tokens, more)
+                prompt, images = self._draw_images(prompt, max_tokens)
+                return (prompt, max_tokens, more | images)
             case "turn":
                 prompt, max_tokens = self._draw_prompt()
                 ttl = rng.choice([None, None, None, 0.0, 500.0, 1e9, math.nan])
@@ -384,7 +441,7 @@ class Life:
                 return (rng.randrange(100), rng.choice(["", "a", "b"]))
             case "tick":
                 return (rng.choice([0.01, 0.5, 1.9, 5.0]),)
-            case "step" | "lose_workers" | "resume" | "release":
+            case "step" | "lose_workers" | "resume" | "release" | "forget_images":
                 return ()
             case _:
                 return (rng.randrange(100),)
@@ -407,14 +464,41 @@ class Life:
         number = self.rng.randint(0, self.kind.num_adapters)
         return {"lora_request": lora_request(number)} if number else {}
 
+    def _draw_images(self, prompt: list[int], max_tokens: int) -> tuple[list[int], dict[str, Any]]:
+        """Put images into a prompt, if the run has some and they fit.
+
+        They begin at a few positions, so that requests share them, and what is before them.
+        """
+        rng = self.rng
+        if not self.kind.has_images or rng.random() < 0.3:
+            return prompt, {}
+        parts: list[Any] = []
+        room = LONGEST - max_tokens - len(prompt)
+        start = 0
+        for end in (*sorted(rng.sample([0, 3, 5, 8], rng.randint(1, 3))), len(prompt)):
+            number = rng.choice([0, 1, 2, 2, 3, 3])
+            if end > len(prompt):
+                continue
+            parts.append(prompt[start:end])
+            start = end
+            if end < len(prompt) or rng.random() < 0.2:
+                room -= PICTURES[number] + 2
+                if room < 0:
+                    break
+                parts.append((number, PICTURES[number]))
+        tokens, features = with_pictures([*parts, prompt[start:]])
+        return tokens, {"mm_features": features} if features else {}
+
     # Operations
 
     def step(self) -> None:
-        """Run a step; without tokens no request could have made progress."""
+        """Run a step; without work no request could have made progress."""
         waits, engine = bool(self.engine.in_flight), self.engine
         output = engine.step()
         self.num_of["copies"] += len(output.block_copies) // 2
-        if not output.total_num_scheduled_tokens and not waits:
+        held = [each.status for each in engine.scheduler.waiting]
+        self.num_of["waits for the encoder"] += held.count(RequestStatus.WAITING_FOR_ENCODER)
+        if not output.has_result and not waits:
             scheduler = engine.scheduler
             assert not scheduler.has_work or scheduler.kv_transfer.is_awaited, (
                 "a step without tokens although a request could progress"
@@ -484,6 +568,16 @@ class Life:
     def lose_workers(self) -> None:
         self.engine.lose_workers(self.engine.scheduler.worker_epoch + 1)
         assert self.engine.kv_cache.usage == 0
+
+    def forget_images(self) -> None:
+        """Reset the encoder cache, which is refused while an output is needed."""
+        self.engine.scheduler.reset_encoder_cache()
+
+    def break_image(self, index: int) -> None:
+        """A picture cannot be encoded for a while."""
+        encoder = self.engine.runner.encoder
+        mm_hash = (index % len(PICTURES)).to_bytes(32, "big")
+        encoder.broken = set() if encoder.broken else {mm_hash}
 
     def pause(self, mode: Any) -> None:
         self.engine.scheduler.pause(mode)
@@ -647,6 +741,8 @@ class Life:
         self.ends_early = True
         left = sum(each.num_prompt_tokens + each.max_tokens for each in scheduler.requests)
         most = 50 + 4 * left
+        for request in scheduler.requests:  # a part of a row a step, and again if it is lost
+            most += 4 * 16 * sum(each.num_embeds for each in request.mm_features)
         while scheduler.num_unfinished or scheduler.has_work or self.engine.in_flight:
             assert most > 0, "the run does not end"
             most -= 1
@@ -700,15 +796,25 @@ class Life:
             elif isinstance(gate, SiblingForks):
                 assert (gate._waits, gate._with_ended_choice) == ({}, set())
 
+    def _error_of(self, key: tuple[int, int]) -> str:
+        error = self.engine.outputs[key][-1].error
+        return "" if error is None else error.message
+
     def _compare(self, talk: Talk, choice: int) -> None:
         key = (talk.request_id, choice)
         tokens, reason = self.engine.tokens.get(key, []), self.engine.final.get(key)
         turns, too_long = talk.expected(choice)
         wanted = [token for turn in turns for token in turn]
         failed = reason is FinishReason.ERROR
-        if (choice in talk.cut_short and reason is None) or (failed and not talk.is_session):
+        is_broken = failed and "be encoded" in self._error_of(key)
+        self.num_of["failed images"] += is_broken
+        if (
+            (choice in talk.cut_short and reason is None)
+            or (failed and not talk.is_session)
+            or is_broken
+        ):
             assert tokens == wanted[: len(tokens)]
-            assert not failed or self.settings.get("load_failure_policy") == "fail"
+            assert not failed or is_broken or self.settings.get("load_failure_policy") == "fail"
             return
         assert tokens == wanted, f"{key}: {tokens} instead of {wanted}"
         last = FinishReason.STOP if turns[-1][-1] in talk.stops else FinishReason.LENGTH

@@ -1,9 +1,11 @@
 """What made a step shorter than its token budget."""
 
+import msgspec
 import pytest
 
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.gates import FakeGate
+from tests.fakes.images import IMAGE_TOKEN, encoder_limits, picture, with_pictures
 
 PROMPT = list(range(40))
 
@@ -58,6 +60,21 @@ def test_requests_are_held_back():
     assert limit_of(engine) == "requests"
     engine.scheduler.pause("freeze")
     assert limit_of(engine) == "pause"
+
+
+def test_a_request_waits_for_the_encoder():
+    """Running or not; an image that cannot be cut waits for a step with room for all of it."""
+    for before in ([], PROMPT):
+        engine = EngineHarness(encoder=encoder_limits(max_input_tokens=1))
+        prompt, features = with_pictures([before, (1, 2)])
+        engine.add_one(prompt, mm_features=features)
+        assert [limit_of(engine) for _ in range(2)] == ["encoder", "requests"]
+    limits = encoder_limits(max_embeds=20, is_bidirectional=True)
+    engine = EngineHarness(encoder=limits, max_num_batched_tokens=32)
+    engine.add_one(PROMPT[:15])
+    feature = msgspec.structs.replace(picture(1, 20), length=20)
+    engine.add_one([IMAGE_TOKEN] * 20, mm_features=[feature])
+    assert limit_of(engine) == "chunks"
 
 
 def test_the_last_token_of_a_request_is_in_flight():

@@ -22,6 +22,7 @@ class Case:
     dtype: of the activations. kv_dtype: of the cache, if it differs. sinks: heads have one each, of
     about the size of scores, and two far below and above. latent_dim: values are that part of keys.
     bidirectional: the window reaches to both sides; no tokens are before the step.
+    images: (sequence, first position, end) of tokens that see each other in both directions.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -37,6 +38,7 @@ class Case:
     sinks: bool = False
     latent_dim: int = 0
     bidirectional: bool = False
+    images: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def shape(self) -> AttentionShape:
@@ -131,7 +133,15 @@ class Step:
             seq_lens=np.array(lens, dtype=np.int32),
             block_table=table,
             slot_mapping=np.concatenate(slots),
+            attend_end=self._attend_end(positions) if case.images else None,
         )
+
+    def _attend_end(self, positions: list[np.ndarray]) -> np.ndarray:
+        """Return where what each token sees ends. positions: of the tokens of each sequence."""
+        ends = [each + 1 for each in positions]
+        for row, first, end in self.case.images:
+            ends[row][(positions[row] >= first) & (positions[row] < end)] = end
+        return np.concatenate(ends).astype(np.int32)
 
     def clear_written(self) -> None:
         """Reset the slots of the step to NaN before another backend writes them."""
@@ -159,6 +169,7 @@ class Step:
             seq_lens=self.inputs.seq_lens[row : row + 1],
             block_table=self.inputs.block_table[row : row + 1],
             slot_mapping=self.inputs.slot_mapping[tokens],
+            attend_end=None if self.inputs.attend_end is None else self.inputs.attend_end[tokens],
         )
 
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
@@ -187,6 +198,12 @@ class Step:
             if case.bidirectional:
                 distance = distance.abs()
             hidden = distance < 0
+            for image_row, image_first, image_end in case.images:
+                if image_row == row:
+                    inside = (torch.arange(before + new) >= image_first) & (
+                        torch.arange(before + new) < image_end
+                    )
+                    hidden &= ~(inside[before:, None] & inside)
             if case.window is not None:
                 hidden |= distance >= case.window
             key, value = (self._read(part, slots).double() for part in (0, 1))

@@ -94,6 +94,18 @@ CASES = {
         ((0, 1300), (0, 9)), num_heads=2, num_kv_heads=1, soft_cap=2.0, bidirectional=True
     ),
     "many decodes before a long chunk": Case((*((40, 1),) * 41, (1100, 40))),
+    "images in prompts and beside decodes": Case(
+        ((0, 300), (90, 1), (0, 40), (37, 70)),
+        images=((0, 3, 100), (0, 102, 290), (2, 0, 9), (3, 30, 70), (3, 106, 107)),
+    ),
+    "an image of a few rows": Case(((60, 7), (0, 2)), 3, 3, 32, images=((0, 62, 66), (1, 0, 2))),
+    "images, window": Case(((0, 300), (200, 90)), window=33, images=((0, 10, 200), (1, 195, 280))),
+    "images, window, one kv head, wide": Case(
+        ((0, 600), (700, 50)), 4, 1, 256, window=257, images=((0, 2, 258), (0, 300, 599))
+    ),
+    "an image over long splits, soft cap": Case(
+        ((0, 1300),), 2, 1, soft_cap=2.0, images=((0, 900, 1299),)
+    ),
 }
 
 
@@ -150,6 +162,88 @@ def test_reference_and_kernels_match_float64_on_random_steps() -> None:
         for name, backend in all_backends_of(step).items():
             step.clear_written()
             assert error_of(step, backend) < TOLERANCE[case.dtype], (name, case)
+
+
+def random_images(rng: random.Random, case: Case) -> Case:
+    """Return a case with images, some of which begin before the step or end with it."""
+    images = []
+    for row, (before, new) in enumerate(case.sequences):
+        end = 0
+        while (first := end + rng.randrange(40)) < before + new:
+            end = min(before + new, first + rng.randrange(1, 120))
+            images.append((row, first, end))
+            end += 1
+    return replace(case, images=tuple(images))
+
+
+def test_images_match_float64_on_random_steps() -> None:
+    rng = random.Random(8)
+    for seed in range(40):
+        kv_heads = rng.choice([1, 2, 3])
+        case = Case(
+            sequences=tuple(
+                (rng.choice([0, rng.randrange(400)]), rng.choice([1, rng.randrange(1, 300)]))
+                for _ in range(rng.randrange(1, 4))
+            ),
+            num_heads=kv_heads * rng.choice([1, 2, 4, 7]),
+            num_kv_heads=kv_heads,
+            head_dim=rng.choice([8, 24, 64, 128]),
+            block_size=rng.choice([1, 8, 16, 64]),
+            dtype=rng.choice(DTYPES),
+            kv_dtype=rng.choice(KV_DTYPES),
+            soft_cap=rng.choice([0.0, 0.0, 30.0]),
+            seed=seed,
+            window=rng.choice([None, 1, rng.randrange(2, 100), rng.randrange(2, 500)]),
+        )
+        step = Step(random_images(rng, case))
+        for name, backend in all_backends_of(step).items():
+            step.clear_written()
+            assert error_of(step, backend) < TOLERANCE[case.dtype], (name, step.case)
+
+
+@each_variant
+def test_an_image_changes_no_bit_of_other_tokens(variant) -> None:
+    """Tokens before, after and beside an image, of sequences with and without one."""
+    sequences = ((0, 400), (600, 1), (0, 50), (300, 30))
+    for kv_dtype, window in itertools.product(IN_SIGHT, (None, 100)):
+        dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+        case = Case(sequences, dtype=dtype, kv_dtype=kv_dtype, window=window)
+        outputs = []
+        for images in ((), ((0, 21, 277), (0, 280, 399), (3, 290, 320))):
+            step = Step(replace(case, images=images))
+            backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
+            outputs.append(step.run(backend))
+        causal, both = outputs
+        assert step.inputs.attend_end is not None
+        positions = np.concatenate([np.arange(before, before + new) for before, new in sequences])
+        sees_later = torch.from_numpy(step.inputs.attend_end > positions + 1)
+        assert torch.equal(causal[~sees_later], both[~sees_later]), (kv_dtype, window)
+        assert (causal != both).flatten(1).any(dim=1).equal(sees_later), (kv_dtype, window)
+
+
+@each_variant
+def test_a_step_may_begin_inside_an_image(variant) -> None:
+    """As after a hit in the prefix cache: the rest gets the bits that it had in the whole."""
+    for kv_dtype, window in itertools.product(IN_SIGHT, (None, 100)):
+        dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+        images = ((0, 30, 290),)
+        step = Step(Case(((0, 300),), dtype=dtype, kv_dtype=kv_dtype, window=window, images=images))
+        backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
+        whole, attend_end = step.run(backend), step.inputs.attend_end
+        assert attend_end is not None
+        for start in (29, 32, 100, 250, 289):
+            inputs = AttentionInputs(
+                query_start=np.array([0, 300 - start], dtype=np.int32),
+                seq_lens=step.inputs.seq_lens,
+                block_table=step.inputs.block_table,
+                slot_mapping=step.inputs.slot_mapping[start:],
+                attend_end=attend_end[start:].copy(),
+            )
+            backend.plan(step.of_all_groups(inputs))
+            part = slice(start, 300)
+            rest = backend.run(LAYER, *step.qkv(part), step.rotation[part], step.sinks)
+            if decodes_sum_like_chunks(variant, kv_dtype) or start < 280:
+                assert torch.equal(rest, whole[start:]), (kv_dtype, window, start)
 
 
 HEADS: tuple[dict[str, int], ...] = (

@@ -555,7 +555,7 @@ def test_a_worker_plans_loads_and_runs_a_head(
     assert len(own.fingerprint) == 32
     assert plan.block_bytes - plain.block_bytes == 16 * 2 * 2 * 24 * 4
     fault_injector = FaultInjector.of((), "worker", 0, 0)
-    builder = RunnerBuilder(config, loaded, fault_injector, print)
+    builder = RunnerBuilder(config, loaded, fault_injector, print, "")
     message = InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 128)
     runner = LookaheadRunner(CPU.model_runner(builder.parts(message)))
     setup = Setup(loaded.model, torch.float32, returns_experts=False)

@@ -24,6 +24,7 @@ struct TokendAttentionStep {
     const int32_t* seq_lens;
     const int32_t* block_table;
     const int64_t* slot_mapping;
+    const int32_t* attend_end;  // [num_tokens], where what a query sees ends; null: after its own token and `ahead`
     double scale;
     double soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0: no soft cap
 };

@@ -156,19 +156,19 @@ struct Chunk {
 template <class C>
 struct FewRows {
     const float* queries[FEW_ROWS];
-    int64_t limits[FEW_ROWS];
-    int64_t window;
+    int64_t firsts[FEW_ROWS], limits[FEW_ROWS];
     float best[FEW_ROWS];
     float total[FEW_ROWS];
     float* output;  // [rows, head_dim]
 
-    FewRows(const KVSplit& split, Scratch& scratch) : window(split.window) {
+    FewRows(const KVSplit& split, Scratch& scratch) {
         const int64_t size = split.rows * split.head_dim;
         output = scratch.floats(2 * size);
         for (int64_t row = 0; row < split.rows; row++) {
             float* query = output + size + row * split.head_dim;
             split.rotated_query(row, query);
             queries[row] = query;
+            firsts[row] = split.first(row);
             limits[row] = split.limit(row);
             best[row] = NO_SCORE;
             total[row] = 0.0f;
@@ -211,7 +211,7 @@ struct FewRows {
         if (split.soft_cap > 0.0f) cap<R>(scores, round_up(now.count, LANES), split);
         for (int r = 0; r < R; r++) {
             const int64_t seen = std::min(now.count, limits[row + r] - now.from);
-            const int64_t first = std::max<int64_t>(0, limits[row + r] - window - now.from);
+            const int64_t first = std::max<int64_t>(0, firsts[row + r] - now.from);
             all_seen &= first == 0 && seen == now.count;
             rescale[r] = weigh_row(scores + r * CHUNK, first, seen, split.scale, best + row + r, total + row + r);
         }

@@ -44,9 +44,7 @@ struct FewRowsSoftmax {
     }
 
     // A row sees tokens [first_seen, end_seen) of the split.
-    int64_t first_seen(int64_t row) const {
-        return std::max(groups.from, split.limit(row) - split.window) - groups.start;
-    }
+    int64_t first_seen(int64_t row) const { return std::max(groups.from, split.first(row)) - groups.start; }
     int64_t end_seen(int64_t row) const { return std::min(groups.to, split.limit(row)) - groups.start; }
 
     void cap(float* scores) const {

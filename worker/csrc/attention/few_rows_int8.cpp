@@ -261,9 +261,8 @@ class FewRowsTask {
         for (int64_t row = 0; row < rows_; row++) {
             prefetcher_.fetch(weigh_lines_);
             float* scores = head.scores + row * SHORT_SPLIT;
-            const int64_t limit = head.split.limit(row) - start_;
-            const int64_t first = std::max(limit - head.split.window, head.split.begin - start_);
-            const int64_t seen = std::min(limit, head.split.end - start_);
+            const int64_t first = std::max(head.split.first(row), head.split.begin) - start_;
+            const int64_t seen = std::min(head.split.limit(row), head.split.end) - start_;
             if (head.split.soft_cap > 0.0f)
                 for (int64_t at = begin_; at < end_; at += 16)
                     store<16>(scores + at, capped<16>(load<16>(scores + at), head.split.scale, head.split.soft_cap));

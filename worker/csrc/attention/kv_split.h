@@ -52,7 +52,8 @@ struct KVSplit {
     int64_t rotary_dim;   // of a head, the last ones
     int64_t value_dim;    // of an output, the first ones
     int64_t begin, end;   // KV tokens
-    int64_t first_limit;  // position after the last token that the tile's first query may see
+    int64_t first_limit;  // position after the last token that the tile's first query may see, without `attend_end`
+    const int32_t* attend_end;  // the step's, from the tile's first query on; or null
     int64_t window;       // tokens that a query sees at most
     float scale;
     float soft_cap;
@@ -69,6 +70,7 @@ struct KVSplit {
         end = std::min<int64_t>(from + t->split_len, t->kv_end);
         const int64_t queries = s->query_start[t->seq + 1] - s->query_start[t->seq];
         first_limit = s->seq_lens[t->seq] - queries + t->query_begin + 1 + s->ahead;
+        attend_end = s->attend_end == nullptr ? nullptr : s->attend_end + s->query_start[t->seq] + t->query_begin;
         window = s->window;
         scale = float(s->scale);
         soft_cap = float(s->soft_cap);
@@ -87,13 +89,14 @@ struct KVSplit {
     }
     int64_t head(int64_t row) const { return tile->kv_head * group_size + row % group_size; }
 
-    // A row sees KV tokens [limit - window, limit) as far as there are any.
-    int64_t limit(int64_t row) const { return first_limit + row / group_size; }
+    // A row sees KV tokens [first, limit) as far as there are any. Both never fall from one row to the next.
+    int64_t first(int64_t row) const { return first_limit - window + row / group_size; }
+    int64_t limit(int64_t row) const {
+        return attend_end == nullptr ? first_limit + row / group_size : attend_end[row / group_size];
+    }
 
     // Whether every row sees all of [from, to).
-    bool all_see(int64_t from, int64_t to) const {
-        return to <= std::min(first_limit, end) && from >= limit(rows - 1) - window;
-    }
+    bool all_see(int64_t from, int64_t to) const { return to <= std::min(limit(0), end) && from >= first(rows - 1); }
 
     // The query of a row, rotated and rounded to the activations' dtype.
     void rotated_query(int64_t row, float* query) const {

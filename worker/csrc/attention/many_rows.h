@@ -102,14 +102,14 @@ struct ManyRows {
     ColumnResults all;   // of completed short splits
     ColumnResults part;  // of the current short split
     float* scores;   // [CHUNK, width]
-    float* limit;    // [width], position after the last KV token that a row sees
-    float window;    // tokens that a row sees at most
+    float* first;    // [width], position of the first KV token that a row sees
+    float* limit;    // [width], position after the last one
     float* keys;     // [CHUNK, head_dim]
     float* values;   // [CHUNK, head_dim]
 
-    ManyRows(const KVSplit& split, Scratch& scratch) : width(round_up(split.rows, LANES)), window(float(split.window)) {
+    ManyRows(const KVSplit& split, Scratch& scratch) : width(round_up(split.rows, LANES)) {
         const int64_t square = split.head_dim * width, chunk = CHUNK * split.head_dim;
-        float* at = scratch.floats(3 * square + CHUNK * width + 5 * width + 2 * chunk);
+        float* at = scratch.floats(3 * square + CHUNK * width + 6 * width + 2 * chunk);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
         queries = take(square);
         for (ColumnResults* each : {&all, &part}) {
@@ -117,10 +117,12 @@ struct ManyRows {
             each->clear(split.head_dim);
         }
         scores = take(CHUNK * width);
+        first = take(width);
         limit = take(width);
         keys = take(chunk);
         values = take(chunk);
         std::fill_n(queries, square, 0.0f);
+        std::fill_n(first, width, 0.0f);
         std::fill_n(limit, width, 0.0f);
         for (int64_t row = 0; row < split.rows; row++) transpose_query(split, row);
     }
@@ -171,6 +173,7 @@ struct ManyRows {
 
     void transpose_query(const KVSplit& split, int64_t row) {
         float* query = keys;  // still unused, and large enough for a row
+        first[row] = float(split.first(row));
         limit[row] = float(split.limit(row));
         split.rotated_query(row, query);
         for (int64_t dim = 0; dim < split.head_dim; dim++) queries[dim * width + row] = query[dim];
@@ -187,7 +190,7 @@ struct ManyRows {
         constexpr int N = LANES;
         for (int64_t column = 0; column < width; column += N) {
             float* chunk = scores + column;
-            if (!all_seen) hide(chunk, load<N>(limit + column) - float(from), count);
+            if (!all_seen) hide(chunk, load<N>(first + column) - float(from), load<N>(limit + column) - float(from), count);
             const F<N> before = load<N>(part.best + column);
             F<N> largest = before;
             for (int64_t token = 0; token < count; token++)
@@ -216,9 +219,8 @@ struct ManyRows {
         }
     }
 
-    // A row sees tokens [seen - window, seen) of the chunk.
-    void hide(float* chunk, F<LANES> seen, int64_t count) {
-        const F<LANES> first = seen - window;
+    // A row sees tokens [first, seen) of the chunk.
+    void hide(float* chunk, F<LANES> first, F<LANES> seen, int64_t count) {
         for (int64_t token = 0; token < count; token++) {
             float* at = chunk + token * width;
             const F<LANES> none = splat<LANES>(NO_SCORE), score = first > float(token) ? none : load<LANES>(at);

@@ -114,7 +114,8 @@ struct ManyRowsBf16 {
     float log_scale;
     ColumnResults all;   // [head_dim, width]: short splits that are done
     ColumnResults part;  // [head_dim, 32]: the current rows and short split
-    float* limits;       // [width], position after the last KV token that a row sees
+    float* firsts;       // [width], position of the first KV token that a row sees
+    float* limits;       // [width], position after the last one
     float* scores;       // [SHORT_SPLIT, 32]
     float* part_scores;  // [SHORT_SPLIT, 32], of a part of the dims with a scale of its own
     uint32_t* queries;   // tiles [width / 16][head_dim / 32]
@@ -132,13 +133,14 @@ struct ManyRowsBf16 {
         parts = QUANTISED<C> ? num_scales(head_dim) : 1;
         part_dims = head_dim / parts;
         const int64_t half_words = head_dim / 2, copied = TokenGroups<C>::copy_size(head_dim) * sizeof(C) / 4;
-        float* at = scratch.floats((width + PAIR) * (head_dim + 2) + width + 2 * SHORT_SPLIT * PAIR +
+        float* at = scratch.floats((width + PAIR) * (head_dim + 2) + 2 * width + 2 * SHORT_SPLIT * PAIR +
                                    width * half_words + parts * SHORT_SPLIT * TILE + SHORT_SPLIT * half_words +
                                    TILE * head_dim + SHORT_SPLIT * half_words + 2 * head_dim + copied);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
         const auto words = [&](int64_t size) { return reinterpret_cast<uint32_t*>(take(size)); };
         all = {take(width * head_dim), take(width), take(width), width, width};
         part = {take(PAIR * head_dim), take(PAIR), take(PAIR), PAIR, PAIR};
+        firsts = take(width);
         limits = take(width);
         scores = take(SHORT_SPLIT * PAIR);
         part_scores = take(SHORT_SPLIT * PAIR);
@@ -179,6 +181,7 @@ struct ManyRowsBf16 {
         uint32_t* rows = pairs;  // [TILE, head_dim / 2], still unused
         for (int64_t row = tile * TILE; row < (tile + 1) * TILE; row++) {
             uint32_t* words = rows + row % TILE * head_dim / 2;
+            firsts[row] = row < split.rows ? float(split.first(row)) : 0.0f;
             limits[row] = row < split.rows ? float(split.limit(row)) : 0.0f;
             if (row < split.rows) pair_query<C>(split, row, words);
             else std::fill_n(words, head_dim / 2, 0u);
@@ -205,10 +208,10 @@ struct ManyRowsBf16 {
     void attend(int64_t column) {
         const int64_t last = std::min(split.rows, column + PAIR) - 1, start = groups.start;
         // The tokens that any row sees, and those that all rows see.
-        const int64_t begin = std::max(groups.from, split.limit(column) - split.window);
+        const int64_t begin = std::max(groups.from, split.first(column));
         const int64_t end = std::min(groups.to, split.limit(last));
         if (begin >= end) return;
-        const int64_t all_from = std::max(begin, split.limit(last) - split.window);
+        const int64_t all_from = std::max(begin, split.first(last));
         const int64_t all_to = std::min(end, split.limit(column));
         const int64_t first = (begin - start) / INNER, steps = (end - start + INNER - 1) / INNER - first;
         multiply_keys(column, 0, first, steps, scores);
@@ -218,11 +221,12 @@ struct ManyRowsBf16 {
         }
         if (split.soft_cap > 0.0f) cap(first, steps);
         for (int64_t tile = 0; tile < 2; tile++) {
-            const F<16> limit = load<16>(limits + column + tile * TILE) - float(start);
-            hide(tile, limit, first * INNER, std::min(all_from, end) - start);
-            hide(tile, limit, std::max(all_to, begin) - start, (first + steps) * INNER);
+            const F<16> from = load<16>(firsts + column + tile * TILE) - float(start);
+            const F<16> to = seen_by(load<16>(limits + column + tile * TILE) - float(start));
+            hide(tile, from, to, first * INNER, std::min(all_from, end) - start);
+            hide(tile, from, to, std::max(all_to, begin) - start, (first + steps) * INNER);
             weigh(tile, first, steps);
-            if (nonfinite.any()) set_nan(tile, limit);
+            if (nonfinite.any()) set_nan(tile, from, to);
         }
         multiply_values(first, steps);
         const ColumnResults columns = {all.output + column, all.best + column, all.total + column, PAIR, width};
@@ -274,9 +278,9 @@ struct ManyRowsBf16 {
         return limit < end ? limit : end;
     }
 
-    // Of tokens [from, to) of the short split, a row sees [limit - window, limit).
-    void hide(int64_t tile, F<16> limit, int64_t from, int64_t to) {
-        const F<16> first = limit - float(split.window), seen = seen_by(limit), none = splat<16>(NO_SCORE);
+    // Of tokens [from, to) of the short split, a row sees [first, seen).
+    void hide(int64_t tile, F<16> first, F<16> seen, int64_t from, int64_t to) {
+        const F<16> none = splat<16>(NO_SCORE);
         for (int64_t token = from; token < to; token++) {
             float* at = scores + token * PAIR + tile * TILE;
             const F<16> score = first > float(token) ? none : load<16>(at);
@@ -285,8 +289,7 @@ struct ManyRowsBf16 {
     }
 
     // Rows that see a token with nonfinite V become NaN.
-    void set_nan(int64_t tile, F<16> limit) {
-        const F<16> first = limit - float(split.window), end = seen_by(limit);
+    void set_nan(int64_t tile, F<16> first, F<16> end) {
         float* at = part.total + tile * TILE;
         for (int64_t token = 0; token < SHORT_SPLIT; token++) {
             if (!nonfinite.has(token)) continue;

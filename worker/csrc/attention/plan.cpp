@@ -23,12 +23,22 @@ constexpr int64_t MOST_HEADS = 8;  // of a task: its data fits into the L2 cache
 struct Cut {
     int64_t kv_begin, kv_end, split_len, num_splits;
 
-    // Of the first of `count` queries, at position `before`: the others see no earlier token.
-    Cut(const TokendAttentionStep* step, int64_t seq_len, int64_t before, int64_t count, int64_t rows)
-        : kv_begin(std::max<int64_t>(0, before + 1 + step->ahead - step->window)),
-          kv_end(std::min(seq_len, before + count + step->ahead)),
+    // Of `count` queries of a sequence from number `begin` on: the first sees the earliest token, the last one
+    // the latest.
+    Cut(const TokendAttentionStep* step, int64_t seq, int64_t begin, int64_t count, int64_t rows)
+        : kv_begin(std::max<int64_t>(0, position(step, seq, begin) + 1 + step->ahead - step->window)),
+          kv_end(std::min<int64_t>(step->seq_lens[seq], end_seen(step, seq, begin + count - 1))),
           split_len(rows <= tokend::SHORT_SPLIT_ROWS ? tokend::SHORT_SPLIT : tokend::LONG_SPLIT),
           num_splits((kv_end - 1) / split_len - kv_begin / split_len + 1) {}
+
+  private:
+    static int64_t position(const TokendAttentionStep* step, int64_t seq, int64_t query) {
+        return step->seq_lens[seq] - (step->query_start[seq + 1] - step->query_start[seq]) + query;
+    }
+    static int64_t end_seen(const TokendAttentionStep* step, int64_t seq, int64_t query) {
+        if (step->attend_end != nullptr) return step->attend_end[step->query_start[seq] + query];
+        return position(step, seq, query) + 1 + step->ahead;
+    }
 };
 
 // Whether the splits of decodes are enough for all threads.
@@ -38,8 +48,7 @@ bool has_many_splits(const TokendAttentionStep* step) {
     for (int64_t seq = 0; seq < step->num_seqs && splits < MANY_SPLITS; seq++) {
         const int64_t queries = step->query_start[seq + 1] - step->query_start[seq];
         if (queries * group_size <= tokend::SHORT_SPLIT_ROWS)
-            splits += Cut(step, step->seq_lens[seq], step->seq_lens[seq] - queries, queries, queries * group_size)
-                          .num_splits;
+            splits += Cut(step, seq, 0, queries, queries * group_size).num_splits;
     }
     return splits >= MANY_SPLITS;
 }
@@ -59,14 +68,13 @@ extern "C" void tokend_attention_plan(const TokendAttentionStep* step, TokendAtt
     plan->num_tiles = plan->num_tasks = plan->num_rounds = plan->num_partial_rows = plan->num_elements = 0;
     for (int64_t seq = 0; seq < step->num_seqs; seq++) {
         const int64_t queries = step->query_start[seq + 1] - step->query_start[seq];
-        const int64_t before = step->seq_lens[seq] - queries;
         // Tiles of about equal size: a small remainder would use the kernel of decodes.
         const int64_t num_tiles = (queries + tile_queries - 1) / tile_queries;
         for (int64_t number = 0; number < num_tiles; number++) {
             const int64_t begin = queries * number / num_tiles;
             const int64_t count = queries * (number + 1) / num_tiles - begin;
             const int64_t rows = count * group_size;
-            const Cut cut(step, step->seq_lens[seq], before + begin, count, rows);
+            const Cut cut(step, seq, begin, count, rows);
             const bool heads_together = many_splits && rows <= tokend::SHORT_SPLIT_ROWS;
             const int64_t partial_rows = cut.num_splits > 1 ? cut.num_splits * rows : 0;
             plan->num_elements += (cut.kv_end - cut.kv_begin) * rows * step->num_kv_heads * step->head_dim;

@@ -239,6 +239,11 @@ class VisionSpec:
         widest = 2 * max(tower.intermediate_size, tower.patch_numbers) + 4 * tower.hidden_size
         return itemsize * rows * widest
 
+    @property
+    def pixel_bytes(self) -> int:
+        """Return the bytes of the pixels of the largest image."""
+        return 4 * self.max_tiles * _CHANNELS * self.tower.image_size**2
+
     def output_bytes(self, itemsize: int) -> int:
         """Return the bytes of the output of the largest image."""
         return itemsize * self.max_embeds * self.output_size

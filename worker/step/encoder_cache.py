@@ -1,0 +1,118 @@
+"""The encoder outputs of images: what the steps of an engine encode, and what its prompts take.
+
+    pixels  ── begin ──▶  Encoding  ── a slice of each step ──▶  rows [num_embeds, hidden]
+
+The engine decides what is encoded and when an output is forgotten (its EncoderCacheManager); it
+knows images by `mm_hash`. Start at `EncoderCache.run_step`.
+"""
+
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from proto.messages.multimodal import EncoderSlice, MultiModalFeature, SharedPixels
+from proto.messages.scheduler_output import SchedulerOutput
+from worker.models.vision.encoder import Encoding, VisionEncoder
+
+logger = logging.getLogger("tokend.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSlices:
+    """What a step has encoded.
+
+    seconds: the time it took. failed_mm_hashes: images that have no output.
+    """
+
+    seconds: float
+    failed_mm_hashes: list[bytes]
+
+
+NOTHING_ENCODED: Final = EncodedSlices(0.0, [])
+
+
+class EncoderCache:
+    """The encoder outputs of one engine's images, and those that are being computed.
+
+    pixels_folder: of the daemon (`proto/runtime/run_directory.py`).
+    """
+
+    def __init__(self, encoder: VisionEncoder, pixels_folder: str) -> None:
+        self._encoder = encoder
+        self._folder = pixels_folder
+        self._running: dict[bytes, Encoding] = {}
+        self._outputs: dict[bytes, NDArray[np.float32]] = {}
+
+    def run_step(self, step: SchedulerOutput) -> EncodedSlices:
+        """Forget what the engine no longer needs, then encode the slices of a step."""
+        for mm_hash in step.free_encoder_mm_hashes:
+            self._running.pop(mm_hash, None)
+            self._outputs.pop(mm_hash, None)
+        if not step.scheduled_encoder_inputs:
+            return NOTHING_ENCODED
+        begin, failed = time.monotonic(), list[bytes]()
+        for part in step.scheduled_encoder_inputs:
+            feature = part.feature
+            assert feature is not None, "a slice brings its image"
+            try:
+                self._encode(part, feature)
+            except (OSError, ValueError, RuntimeError) as error:
+                logger.warning("image %s: %s", feature.pixels.name, error)
+                self._running.pop(feature.mm_hash, None)
+                failed.append(feature.mm_hash)
+        return EncodedSlices(time.monotonic() - begin, failed)
+
+    def rows(self, mm_hash: bytes, rows: slice, hidden_size: int) -> NDArray[np.float32]:
+        """Return rows [n, hidden] of the output of an image.
+
+        They are NaN for an image that failed, so that its sequences fail and not the worker.
+        """
+        output = self._outputs.get(mm_hash)
+        if output is None:
+            return np.full((rows.stop - rows.start, hidden_size), np.nan, dtype=np.float32)
+        return output[rows]
+
+    def _encode(self, part: EncoderSlice, feature: MultiModalFeature) -> None:
+        mm_hash = feature.mm_hash
+        if part.start == 0:
+            pixels = read_pixels(self._folder, feature.pixels)
+            self._running[mm_hash] = self._encoder.begin(pixels, feature.grid)
+        encoding = self._running.get(mm_hash)
+        if encoding is None:
+            return  # an earlier slice failed
+        encoding.advance(part.end / feature.num_embeds)
+        if not part.is_last:
+            return
+        output = encoding.output
+        if len(output) != feature.num_embeds:
+            raise ValueError(f"it has {len(output)} rows of output, not {feature.num_embeds}")
+        if not output.isfinite().all():
+            raise ValueError("its output has NaN or infinity")
+        del self._running[mm_hash]
+        self._outputs[mm_hash] = output.float().numpy(force=True)
+
+
+def read_pixels(folder: str, pixels: SharedPixels) -> torch.Tensor:
+    """Return the pixels of an image, float32; raises OSError, or ValueError for another size.
+
+    They are copied, since reading a mapped file that has become shorter would kill the process.
+    """
+    if os.path.basename(pixels.name) != pixels.name:
+        raise ValueError("the name of its pixels is a path")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    size = math.prod(pixels.shape)
+    with open(os.open(os.path.join(folder, pixels.name), flags), "rb", buffering=0) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != 4 * size or min(pixels.shape, default=0) <= 0:
+            raise ValueError(f"its pixels have {found} bytes, {4 * size} are needed")
+        values = np.fromfile(file, "<f4", size)
+    if len(values) != size:
+        raise ValueError("its pixels became shorter while they were read")
+    return torch.from_numpy(values.astype(np.float32, copy=False).reshape(pixels.shape))
