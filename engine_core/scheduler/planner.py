@@ -301,10 +301,8 @@ class StepPlanner:
                 num_new = min(num_new, prompt_budget)
                 if num_new <= 0:
                     continue  # decoding requests after it may still be planned
-            if encoder_inputs is not None and request.num_computed_tokens < request.mm_end:
-                num_new = encoder_inputs.cut_chunk(
-                    request, request.num_computed_tokens, num_new, min(longest_chunk, budget)
-                )
+            if encoder_inputs is not None and request.mm_end:
+                num_new = self._image_chunk(request, num_new, budget - (end - position))
                 if num_new == 0:
                     continue
             blocks = allocate_slots(request, num_new)
@@ -335,6 +333,21 @@ class StepPlanner:
                     prompt_budget -= num_new
                     plan.count_prefilling(1, num_new)
         plan.budget, plan.prompt_budget = budget, prompt_budget
+
+    def _image_chunk(self, request: Request, num_new: int, room: int) -> int:
+        """Return how many of `num_new` tokens a running request with images computes; 0 for none.
+
+        While it had to wait for the encoder, others were admitted. So its prompt leaves a token for
+        each request after it. room: tokens without those.
+        """
+        assert self._encoder_inputs is not None
+        num_computed = request.num_computed_tokens
+        if request.is_prefilling:
+            num_new = max(0, min(num_new, room))
+        if num_new and num_computed < request.mm_end:
+            most = min(self._chunks.longest_chunk, room)
+            num_new = self._encoder_inputs.cut_chunk(request, num_computed, num_new, most)
+        return num_new
 
     def _plan_deferred(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
         """Plan the deferred requests with what is left of the step.

@@ -181,8 +181,8 @@ class EncoderInputs(SchedulerFeature):
     ) -> list[tuple[Request, int]]:
         """Process the encoder work of a step.
 
-        Returns requests that relied on an image that could not be encoded, with its number in the
-        prompt, from 1; some may have ended.
+        Returns requests that relied on an image that could not be encoded, with its index in the
+        prompt; some may have ended.
         """
         slices = step.scheduled_encoder_inputs
         if not slices:
@@ -200,7 +200,7 @@ class EncoderInputs(SchedulerFeature):
             if mm_hash in result.failed_mm_hashes:
                 for request in output.readers.values():
                     hashes = [feature.mm_hash for feature in request.mm_features]
-                    failing.append((request, 1 + hashes.index(mm_hash)))
+                    failing.append((request, hashes.index(mm_hash)))
                 self.cache.drop(output)
             elif piece.is_last:
                 output.is_confirmed = True
