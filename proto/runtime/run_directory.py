@@ -2,7 +2,7 @@
 
 Every process of a daemon holds a shared lock on the file `lock` in it. The last one to exit removes
 the directory. A directory without a lock holder was left by a killed daemon; the next start of a
-daemon removes it.
+daemon removes it. The folder for pixels of images (`pixels_folder`) is removed with it.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ TORCH_FOLDER_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
 """Names a folder that torch makes, elsewhere in TMPDIR, when its profiler or transformers is
 imported; nothing of tokend compiles into it, so it is one that ends with the process."""
 
+_SHARED_MEMORY: Final = "/dev/shm"
 _PREFIX = "tokend-"
 _LOCK = "lock"
 _STATE = "state"
@@ -80,9 +81,22 @@ class RunDirectory:
             while not (alone := _lock_exclusively(descriptor)) and time.monotonic() < deadline:
                 time.sleep(_RETRY_SECONDS)
             if alone:
-                shutil.rmtree(self.path, ignore_errors=True)
+                _remove(self.path)
         finally:
             os.close(descriptor)
+
+
+def pixels_folder(run_dir: str) -> str:
+    """Return the folder for the pixels of images of this daemon, in shared memory if there is some.
+
+    Its names are those of `SharedPixels`: all front ends write to it and the workers read, so a
+    name begins with the front end's index and a dot. The first writer creates the folder, of mode
+    0700; it is removed together with the run directory.
+    """
+    name = os.path.basename(os.path.normpath(run_dir))
+    if name.startswith(_PREFIX) and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+        return os.path.join(_SHARED_MEMORY, name)
+    return os.path.join(run_dir, "pixels")
 
 
 def read_state(run_dir: str) -> DaemonState:
@@ -112,7 +126,7 @@ def sweep(parent: str) -> list[str]:
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 if _lock_exclusively(descriptor):
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove(str(path))
                     removed.append(str(path))
             finally:
                 os.close(descriptor)
@@ -142,6 +156,11 @@ def run_directories(parent: str) -> list[str]:
             if _is_own(path) and in_use(str(path)):
                 found.append(str(path))
     return sorted(found)
+
+
+def _remove(run_dir: str) -> None:
+    shutil.rmtree(pixels_folder(run_dir), ignore_errors=True)
+    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _is_own(path: Path) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from proto.errors import ConfigError
 from proto.messages.lifecycle import Shutdown
-from proto.runtime.run_directory import RunDirectory, default_parent, sweep
+from proto.runtime.run_directory import RunDirectory, default_parent, pixels_folder, sweep
 from proto.runtime.sockets import Link
 
 
@@ -57,6 +57,18 @@ def test_the_last_process_to_leave_removes_the_directory(short_dir):
     assert os.path.exists(first.path)
     second.leave()
     assert not os.path.exists(first.path)
+
+
+def test_pixels_of_images_go_with_their_directory(short_dir):
+    left, killed = RunDirectory.create(str(short_dir)), RunDirectory.create(str(short_dir))
+    folders = [pixels_folder(left.path), pixels_folder(killed.path)]
+    for folder in folders:
+        os.mkdir(folder, 0o700)
+    left.leave()
+    assert [os.path.exists(folder) for folder in folders] == [False, True]
+    os.close(killed._lock_fd)
+    sweep(str(short_dir))
+    assert not os.path.exists(folders[1])
 
 
 def test_sweep_removes_only_directories_of_dead_daemons(short_dir):
