@@ -1,0 +1,250 @@
+"""Tiny random models that read images, with tokenizer, chat template and processor, in folders.
+
+transformers' own classes write and read them. A folder has `processor_config.json` as transformers
+5 writes it, and `preprocessor_config.json` as most published folders have.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from tests.fakes.tiny_model_files import TOKENS
+from tests.fakes.tiny_transformers import random_model
+
+IMAGE: Final = "<image>"
+"""The image token, and, except in Gemma 3, the placeholder that templates write."""
+GEMMA_PLACEHOLDER: Final = "<start_of_image>"
+_TILES: Final = tuple(f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5))
+SPECIAL_TOKENS: Final = (
+    *("<s>", IMAGE, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    *(GEMMA_PLACEHOLDER, "<end_of_image>", "<pad>"),
+    *_TILES,
+)
+"""Added behind the last of TOKENS. `<|end|>` ends an answer."""
+VOCABULARY: Final = (*TOKENS, "Ċ", *SPECIAL_TOKENS)
+END_ID: Final = VOCABULARY.index("<|end|>")
+IMAGE_ID: Final = VOCABULARY.index(IMAGE)
+_START_ID: Final = VOCABULARY.index("<s>")
+_PAD_ID: Final = VOCABULARY.index("<pad>")
+
+_TEXT: Final[dict[str, Any]] = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": _START_ID,
+    "eos_token_id": END_ID,
+    "pad_token_id": _PAD_ID,
+}
+_LLAMA: Final = _TEXT | {"model_type": "llama"}
+_GEMMA: Final[dict[str, Any]] = _TEXT | {
+    "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 24,
+}
+_TOWER: Final[dict[str, Any]] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 24,
+    "patch_size": 4,
+}
+_TEMPLATE: Final = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}:"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}PLACEHOLDER{% elif part['type'] == 'text' %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_SQUARE: Final = {"height": 24, "width": 24}
+
+
+@dataclass(frozen=True)
+class VisionModel:
+    """A tiny model that reads images.
+
+    architecture: transformers' class. text, vision, outside: settings of the language model, of the
+    tower, and beside both. image_processor: how images become pixels. processor: transformers'
+    class that joins images and text; settings: its own. embeds: rows of encoder output of one tile.
+    placeholder: what a template writes for an image.
+    """
+
+    architecture: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    outside: dict[str, Any]
+    image_processor: Any
+    processor: str
+    embeds: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    placeholder: str = IMAGE
+
+
+def _llava(tower: str, embeds: int, image_processor: Any, **outside: Any) -> VisionModel:
+    is_clip = tower == "clip_vision_model"
+    strategy = outside.setdefault("vision_feature_select_strategy", "default")
+    return VisionModel(
+        "LlavaForConditionalGeneration",
+        _LLAMA,
+        _TOWER | {"model_type": tower},
+        {"image_token_index": IMAGE_ID, "tie_word_embeddings": False, **outside},
+        image_processor,
+        "LlavaProcessor",
+        embeds,
+        {
+            "patch_size": 4,
+            "vision_feature_select_strategy": strategy,
+            "num_additional_image_tokens": int(is_clip),
+        },
+    )
+
+
+def _tiled(name: str, image_processor: type) -> VisionModel:
+    return VisionModel(
+        f"{name}ForConditionalGeneration",
+        _LLAMA,
+        _TOWER | {"model_type": f"{name.lower()}_vision"},
+        {"image_token_id": IMAGE_ID, "scale_factor": 2, "tie_word_embeddings": False},
+        image_processor(size={"longest_edge": 48}, max_image_size={"longest_edge": 24}),
+        # SmolVLM's own needs a package for words of numbers; for images both do the same.
+        "Idefics3Processor",
+        9,
+        {"image_seq_len": 9},
+    )
+
+
+VISION_MODELS: Final[dict[str, VisionModel]] = {
+    "llava": _llava(
+        "clip_vision_model",
+        36,
+        CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size=_SQUARE),
+    ),
+    "llava siglip": _llava(
+        "siglip_vision_model",
+        36,
+        SiglipImageProcessorPil(size=_SQUARE),
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+        projector_hidden_act="gelu",
+    ),
+    "idefics3": _tiled("Idefics3", Idefics3ImageProcessorPil),
+    "smolvlm": _tiled("SmolVLM", SmolVLMImageProcessorPil),
+    "gemma3": VisionModel(
+        "Gemma3ForConditionalGeneration",
+        _GEMMA,
+        _TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        {
+            "image_token_index": IMAGE_ID,
+            "boi_token_index": VOCABULARY.index(GEMMA_PLACEHOLDER),
+            "eoi_token_index": VOCABULARY.index("<end_of_image>"),
+            "mm_tokens_per_image": 9,
+        },
+        Gemma3ImageProcessorPil(size=_SQUARE),
+        "Gemma3Processor",
+        9,
+        {"image_seq_length": 9},
+        GEMMA_PLACEHOLDER,
+    ),
+}
+"""By a name for tests. Images of the tiled ones have at most 2 x 2 tiles and the whole image."""
+
+
+def save_vision_model(name: str, folder: Path, **changes: Any) -> Any:
+    """Save a random model with all files of its folder; return it as transformers reads it.
+
+    changes: of its configuration outside of the parts, or of a part that is a mapping.
+    """
+    described = VISION_MODELS[name]
+    cls = getattr(transformers, described.architecture)
+    parts: dict[str, Any] = {
+        "text_config": described.text,
+        "vision_config": described.vision,
+        **described.outside,
+    }
+    for key, value in changes.items():
+        parts[key] = parts[key] | value if isinstance(value, dict) and key in parts else value
+    model = random_model(cls, cls.config_class(**parts), most_numbers=1_000_000)
+    model.generation_config.eos_token_id = END_ID
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    vision_processor(name).save_pretrained(folder)
+    settings = json.loads(described.image_processor.to_json_string())
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
+    return read_vision_model(folder)
+
+
+def read_vision_model(folder: Path) -> Any:
+    """Return a saved model as transformers reads it, in float32."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    cls = getattr(transformers, architecture)
+    return cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def vision_tokenizer(placeholder: str = IMAGE) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer over VOCABULARY with a template that takes image parts."""
+    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "a")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|end|>", *SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="<|end|>",
+        pad_token="<pad>",
+        chat_template=_TEMPLATE.replace("PLACEHOLDER", placeholder),
+        extra_special_tokens={
+            "image_token": IMAGE,
+            "boi_token": GEMMA_PLACEHOLDER,
+            "eoi_token": "<end_of_image>",
+        },
+    )
+
+
+def vision_processor(name: str) -> Any:
+    """Return transformers' processor of a model."""
+    described = VISION_MODELS[name]
+    tokenizer = vision_tokenizer(described.placeholder)
+    return getattr(transformers, described.processor)(
+        image_processor=described.image_processor,
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        **described.settings,
+    )
+
+
+def reference_inputs(
+    name: str, images: Sequence[Image.Image], text: str
+) -> dict[str, torch.Tensor]:
+    """Return what transformers' processor makes of images and of a text with their placeholders.
+
+    input_ids [1, tokens]; pixel_values and what the model takes with them.
+    """
+    batch = vision_processor(name)(images=[list(images)], text=[text], return_tensors="pt")
+    return dict(batch)
+
+
+def random_image(seed: int, width: int, height: int) -> Image.Image:
+    """Return an image of random smooth colours."""
+    draw = torch.Generator().manual_seed(seed)
+    coarse = torch.randint(0, 256, (3, 5, 3), generator=draw, dtype=torch.uint8).numpy()
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
