@@ -172,7 +172,7 @@ async def test_a_failed_request_keeps_no_image(case: Case) -> None:
 
 async def test_the_number_of_images_has_a_limit(case: Case) -> None:
     sources = [source(b"", param=f"part {number}") for number in range(10_001)]
-    with pytest.raises(InvalidRequestError, match="at most 4 images.*got 10001") as caught:
+    with pytest.raises(InvalidRequestError, match=r"at most 4 images.*got 10001") as caught:
         await case.read(*sources)
     assert caught.value.param == "part 4"
 
