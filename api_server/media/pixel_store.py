@@ -7,6 +7,7 @@ leased stays until others need its memory, least recently used first, so that th
 in the next turn of a conversation, is neither decoded nor written.
 """
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -15,7 +16,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from proto.errors import ModelError, OverloadedError
+from proto.errors import ModelError
 from proto.messages.multimodal import SharedPixels
 
 MAX_UUIDS: Final = 16
@@ -30,14 +31,6 @@ class UuidKey(NamedTuple):
     salt: str | None
     detail: str
     uuid: str
-
-
-class NoSpaceError(OverloadedError):
-    """Images of running requests take all of --media-memory. num_bytes: of the one without."""
-
-    def __init__(self, num_bytes: int, param: str) -> None:
-        super().__init__("the memory for images is in use by other requests", param)
-        self.num_bytes = num_bytes
 
 
 @dataclass(eq=False)
@@ -85,6 +78,8 @@ class PixelStore:
         self._images: OrderedDict[bytes, StoredImage] = OrderedDict()  # least recently used first
         self._by_uuid: dict[UuidKey, StoredImage] = {}
         self._num_bytes = 0
+        self._is_closed = False
+        self._released = asyncio.Event()  # since the last image found no space
 
     @property
     def num_bytes(self) -> int:
@@ -135,18 +130,22 @@ class PixelStore:
         if len(image.uuids) > MAX_UUIDS:
             del self._by_uuid[image.uuids.popitem(last=False)[0]]
 
-    def add_image(self, image: StoredImage, param: str) -> None:
-        """Take over an image and its file, and evict others for it.
+    async def add_image(self, image: StoredImage) -> None:
+        """Take over an image and its file; evict others for it, or wait until leases end.
 
-        Raises NoSpaceError naming `param`; the file is removed then.
+        The caller limits the time. One call at a time, so that what waits is one image.
         """
         assert image.mm_hash not in self._images, "the image is stored already"
-        self._evict_down_to(self._max_bytes - image.num_bytes)
-        if self._num_bytes + image.num_bytes > self._max_bytes:
-            self.remove_file(image.pixels.name)
-            raise NoSpaceError(image.num_bytes, param)
+        assert image.num_bytes <= self._max_bytes, "the image can never be stored"
+        while not self._has_space(image.num_bytes):
+            self._released.clear()
+            await self._released.wait()
         self._images[image.mm_hash] = image
         self._num_bytes += image.num_bytes
+
+    def _has_space(self, num_bytes: int) -> bool:
+        self._evict_down_to(self._max_bytes - num_bytes)
+        return self._num_bytes + num_bytes <= self._max_bytes
 
     def lease_image(self, image: StoredImage) -> MediaLease:
         image.num_leases += 1
@@ -155,11 +154,12 @@ class PixelStore:
     def release_image(self, image: StoredImage) -> None:
         assert image.num_leases > 0, "the image is not leased"
         image.num_leases -= 1
-        self._evict_down_to(self._max_bytes)
+        self._evict_down_to(0 if self._is_closed else self._max_bytes)
+        self._released.set()
 
     def close(self) -> None:
         """Remove all images, leased ones when their requests end."""
-        self._max_bytes = 0
+        self._is_closed = True
         self._evict_down_to(0)
 
     def _evict_down_to(self, num_bytes: int) -> None:

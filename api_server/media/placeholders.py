@@ -118,6 +118,7 @@ def read_placeholders(model: PreparedModel, token_text: Callable[[int], str]) ->
     architecture = model.vision.architecture
     image_token = token_text(model.vision.image_token_id)
     config = read_settings(model.folder, "config.json")
+    config = {**config, **inner(config, "vision_projector")}
     names = read_settings(model.folder, "tokenizer_config.json")
     names = {**inner(names, "extra_special_tokens"), **names}
     vision = inner(config, "vision_config")

@@ -14,21 +14,18 @@ import sys
 from typing import Final
 
 from api_server.media.media_process import MAX_FRAME, MODULE, ImageDone, ImageTask
-from api_server.turns import Turns
 from proto.codec import MessageDecoder, encode
 from proto.errors import InternalRequestError, InvalidRequestError, OverloadedError
 
 START_SECONDS: Final = 60.0
 """Time limit of a start, which imports Pillow and transformers; a second on an idle machine."""
-WAIT_SECONDS: Final = 30.0
-"""Time that an image waits for those of other requests."""
 _DECODER: Final[MessageDecoder[ImageDone]] = MessageDecoder(ImageDone)
 _OWN_FAULTS: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 """Signals by which a process ends that an image has misled."""
 
 
 class MediaProcess:
-    """The front end's side of the process for images, one at a time. Clients take turns.
+    """The front end's side of the process for images.
 
     pixels_folder: where it writes. model_folder, architecture: as in `ImageProcessor.load`.
     seconds: for an image.
@@ -44,7 +41,6 @@ class MediaProcess:
     ) -> None:
         self._arguments = (pixels_folder, str(max_pixels), model_folder, architecture)
         self._seconds = seconds
-        self._turns = Turns(1)
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._opened = contextlib.ExitStack()
@@ -55,25 +51,17 @@ class MediaProcess:
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(_retrieve_error)
 
-    async def process(self, encoded: bytes, name: str, detail: str, param: str) -> ImageDone:
+    async def process(self, encoded: bytes, name: str, detail: str) -> ImageDone:
         """Return shape and grid of the pixels, which are in the file of this name.
 
-        param: of the request, for errors. Raises InvalidRequestError for an image that cannot be
-        used, OverloadedError if others take too long or the machine has no memory or no process,
-        InternalRequestError if the model's settings are wrong, and ClientDisconnect.
+        Only one call at a time. Raises InvalidRequestError for an image that cannot be used,
+        OverloadedError if the machine has no memory or no process, and InternalRequestError if the
+        model's settings are wrong.
         """
-        try:
-            async with asyncio.timeout(WAIT_SECONDS):
-                await self._turns.take()
-        except TimeoutError:
-            raise OverloadedError("other images keep the image processor busy", param) from None
-        try:
-            await self._wait_until_started(param)
-            done = await self._do_task(encoded, name, detail, param)
-        finally:
-            self._turns.give_back()
+        await self._wait_until_started()
+        done = await self._do_task(encoded, name, detail)
         if done.error:
-            raise _error(done, param)
+            raise _error(done)
         return done
 
     async def close(self) -> None:
@@ -85,15 +73,13 @@ class MediaProcess:
     def _has_ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
-    async def _wait_until_started(self, param: str) -> None:
+    async def _wait_until_started(self) -> None:
         self.warm_up()
         assert self._starting is not None
         try:
             await asyncio.shield(self._starting)
-        except InternalRequestError as error:
-            raise InternalRequestError(error.message, param) from None
-        except (OSError, EOFError, TimeoutError):
-            raise OverloadedError("there is no process for images", param) from None
+        except (OSError, EOFError):  # TimeoutError is one of the former
+            raise OverloadedError("there is no process for images") from None
 
     async def _start(self) -> None:
         """Start the process and wait until it is ready.
@@ -125,7 +111,7 @@ class MediaProcess:
             await self._end()
             raise InternalRequestError(f"images cannot be processed: {done.error}")
 
-    async def _do_task(self, encoded: bytes, name: str, detail: str, param: str) -> ImageDone:
+    async def _do_task(self, encoded: bytes, name: str, detail: str) -> ImageDone:
         """Have an image processed; ends the process that fails, and starts the next one."""
         task = ImageTask(len(encoded), name, detail, self._seconds + 1.0)
         try:
@@ -137,15 +123,15 @@ class MediaProcess:
         except TimeoutError:
             await self._replace()
             raise InvalidRequestError(
-                f"processing the image takes longer than {self._seconds:g} s", param
+                f"processing the image takes longer than {self._seconds:g} s"
             ) from None
         except (OSError, EOFError):
             status = await self._replace()
             if status in [-number for number in _OWN_FAULTS]:
-                raise InvalidRequestError("the image cannot be processed", param) from None
+                raise InvalidRequestError("the image cannot be processed") from None
             if status == -signal.SIGPROF:
-                raise InvalidRequestError("processing the image takes too long", param) from None
-            raise OverloadedError("the process for images has ended", param) from None
+                raise InvalidRequestError("processing the image takes too long") from None
+            raise OverloadedError("the process for images has ended") from None
         except BaseException:
             await self._end()
             raise
@@ -189,10 +175,10 @@ class MediaProcess:
         return status
 
 
-def _error(done: ImageDone, param: str) -> InvalidRequestError | OverloadedError:
+def _error(done: ImageDone) -> InvalidRequestError | OverloadedError:
     if done.kind == "host":
-        return OverloadedError(done.error, param)
-    return InvalidRequestError(done.error, param)
+        return OverloadedError(done.error)
+    return InvalidRequestError(done.error)
 
 
 def _retrieve_error(task: asyncio.Task[None]) -> None:

@@ -10,28 +10,26 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from api_server.media.pixel_store import (
-    MediaLease,
-    NoSpaceError,
-    PixelStore,
-    StoredImage,
-    UuidKey,
-)
+from api_server.media.pixel_store import MediaLease, PixelStore, StoredImage, UuidKey
 from api_server.media.placeholders import TILED, Placeholders, read_placeholders
 from api_server.media.processing import MediaProcess
 from api_server.media.settings import processor_settings
 from api_server.media.sources import INLINE_CHARACTERS, ImageSources
-from proto.errors import InvalidRequestError
+from api_server.turns import Turns
+from proto.errors import InternalRequestError, InvalidRequestError, OverloadedError
 from proto.messages.multimodal import SharedPixels
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.run_directory import pixels_folder
 from proto.settings.config import MediaConfig
 
-MAX_UUID: Final = 256
-"""Characters of a client's name for an image."""
+WAIT_SECONDS: Final = 30.0
+"""Time that an image waits for those of other requests to be processed."""
+SPACE_SECONDS: Final = 20.0
+"""Time that an image then waits for requests to end whose images take all memory."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,7 @@ class MediaReader:
         self._sources = sources
         self._has_detail = has_detail
         self._settings = hashlib.sha256(settings).digest()
+        self._turns = Turns(1)
         self._running: dict[bytes, asyncio.Task[None]] = {}  # images that are processed now
 
     @classmethod
@@ -157,22 +156,28 @@ class MediaReader:
         """Return the images of a request, in order.
 
         tenant, salt: others cannot find these images by their content or uuid. Raises
-        InvalidRequestError or another RequestError that names the image at fault, and
-        ClientDisconnect.
+        InvalidRequestError, OverloadedError or InternalRequestError, whose message begins with the
+        `param` of the image at fault, and ClientDisconnect.
         """
         limit = self._config.max_images
         if len(sources) > limit:
+            param = sources[limit].param
             raise InvalidRequestError(
-                f"a prompt has at most {limit} images (--limit-mm-per-prompt), got {len(sources)}",
-                sources[limit].param,
+                f"{param}: a prompt has at most {limit} images (--limit-mm-per-prompt), got "
+                f"{len(sources)}",
+                param,
             )
-        loaded: list[LoadedImage] = []
-        sizes: dict[bytes, int] = {}
-        try:
+        with ExitStack() as undo:
+            loaded: list[LoadedImage] = []
             for source in sources:
-                image = await self._load(source, tenant, salt)
-                sizes[image.mm_hash] = image.num_bytes
+                own_bytes = {each.mm_hash: 4 * math.prod(each.pixels.shape) for each in loaded}
+                try:
+                    image = await self._load(source, tenant, salt, sum(own_bytes.values()))
+                except (InvalidRequestError, OverloadedError, InternalRequestError) as error:
+                    message = f"{source.param}: {error.message}"
+                    raise type(error)(message, source.param) from None
                 lease = self._store.lease_image(image)
+                undo.callback(lease.release)
                 loaded.append(
                     LoadedImage(
                         image.mm_hash,
@@ -183,39 +188,29 @@ class MediaReader:
                         lease,
                     )
                 )
-        except BaseException as error:
-            for each in loaded:
-                each.lease.release()
-            limit = self._config.media_memory
-            if isinstance(error, NoSpaceError) and sum(sizes.values()) + error.num_bytes > limit:
-                raise InvalidRequestError(
-                    f"the pixels of the images up to this one take more than {limit} bytes "
-                    "(--media-memory)",
-                    error.param,
-                ) from None
-            raise
+            undo.pop_all()
         return loaded
 
-    async def _load(self, source: ImageSource, tenant: int, salt: str | None) -> StoredImage:
+    async def _load(
+        self, source: ImageSource, tenant: int, salt: str | None, own_bytes: int
+    ) -> StoredImage:
+        """Return an image, which has to be leased before others run.
+
+        own_bytes: pixels of the images that the request has already.
+        """
         detail = "low" if self._has_detail and source.detail == "low" else ""
         key = None if source.uuid is None else UuidKey(tenant, salt, detail, source.uuid)
-        if key is not None and len(key.uuid) > MAX_UUID:
-            raise InvalidRequestError(
-                f"the uuid of an image has at most {MAX_UUID} characters", source.param
-            )
         if source.url is None:
             image = None if key is None else self._store.find_uuid(key)
             if image is None:
-                raise InvalidRequestError(
-                    "no image is kept under this uuid: send it once more", source.param
-                )
+                raise InvalidRequestError("no image is kept under this uuid: send it once more")
             return image
-        encoded = await self._sources.read(source.url, source.param)
+        encoded = await self._sources.read(source.url)
         if len(encoded) <= INLINE_CHARACTERS:
             mm_hash = self._digest(encoded, detail, tenant, salt)
         else:
             mm_hash = await asyncio.to_thread(self._digest, encoded, detail, tenant, salt)
-        image = await self._find_or_process(mm_hash, encoded, detail, source.param)
+        image = await self._find_or_process(mm_hash, encoded, detail, own_bytes)
         if key is not None:
             self._store.name_image(key, image)
         return image
@@ -233,7 +228,7 @@ class MediaReader:
         return digest.digest()
 
     async def _find_or_process(
-        self, mm_hash: bytes, encoded: bytes, detail: str, param: str
+        self, mm_hash: bytes, encoded: bytes, detail: str, own_bytes: int
     ) -> StoredImage:
         """Return an image, which is processed only once if several requests have it.
 
@@ -248,7 +243,7 @@ class MediaReader:
             if running is not None:
                 await asyncio.wait({running})
                 continue
-            task = asyncio.create_task(self._process_image(mm_hash, encoded, detail, param))
+            task = asyncio.create_task(self._process_image(mm_hash, encoded, detail, own_bytes))
             self._running[mm_hash] = task
             task.add_done_callback(lambda done: self._note_end(mm_hash, done))
             await asyncio.shield(task)
@@ -258,21 +253,45 @@ class MediaReader:
         if not task.cancelled():
             task.exception()  # else asyncio would log that it was never retrieved
 
-    async def _process_image(self, mm_hash: bytes, encoded: bytes, detail: str, param: str) -> None:
-        """Put an image into the store."""
+    async def _process_image(
+        self, mm_hash: bytes, encoded: bytes, detail: str, own_bytes: int
+    ) -> None:
+        """Put an image into the store, one at a time."""
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await self._turns.take()
+        except TimeoutError:
+            raise OverloadedError("other images keep the image processor busy") from None
         name = self._store.new_name()
         try:
-            done = await self._process.process(encoded, name, detail, param)
+            done = await self._process.process(encoded, name, detail)
+            expansion = self._placeholders.expand(done.shape, done.grid)
+            image = StoredImage(
+                mm_hash,
+                SharedPixels(name, done.shape),
+                done.grid,
+                expansion.num_embeds,
+                expansion.text,
+                4 * math.prod(done.shape),
+            )
+            await self._store_image(image, own_bytes)
         except BaseException:
             self._store.remove_file(name)
             raise
-        expansion = self._placeholders.expand(done.shape, done.grid)
-        image = StoredImage(
-            mm_hash,
-            SharedPixels(name, done.shape),
-            done.grid,
-            expansion.num_embeds,
-            expansion.text,
-            4 * math.prod(done.shape),
-        )
-        self._store.add_image(image, param)
+        finally:
+            self._turns.give_back()
+
+    async def _store_image(self, image: StoredImage, own_bytes: int) -> None:
+        limit = self._config.media_memory
+        if own_bytes + image.num_bytes > limit:
+            raise InvalidRequestError(
+                f"the pixels of the images up to this one take {own_bytes + image.num_bytes} "
+                f"bytes, more than the limit of {limit} (--media-memory)"
+            )
+        try:
+            async with asyncio.timeout(SPACE_SECONDS):
+                await self._store.add_image(image)
+        except TimeoutError:
+            raise OverloadedError(
+                "images of other requests take all memory for them (--media-memory)"
+            ) from None

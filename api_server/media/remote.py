@@ -183,63 +183,57 @@ class RemoteImages:
         self._tls = tls
         self._turns = Turns(MAX_FETCHES)
 
-    async def fetch(self, url: str, param: str) -> bytes:
+    async def fetch(self, url: str) -> bytes:
         """Return the body that a URL leads to.
 
-        param: of the request, for errors. Raises InvalidRequestError, also for all failures of the
-        other server.
+        Raises InvalidRequestError, also for all failures of the other server.
         """
         if not self._hosts:
             raise InvalidRequestError(
                 "images are not loaded from URLs here: send a data URI, or have the operator allow "
                 "the host (--allowed-media-domains)",
-                param,
             )
         await self._turns.take()
         try:
             async with asyncio.timeout(self._seconds):
-                return await self._follow(url, param)
+                return await self._follow(url)
         except TimeoutError:
             raise InvalidRequestError(
-                f"the image could not be fetched within {self._seconds:g} s", param
+                f"the image could not be fetched within {self._seconds:g} s"
             ) from None
         except ForbiddenAddressError:
             raise InvalidRequestError(
-                "the host of the image has an address that images are not loaded from", param
+                "the host of the image has an address that images are not loaded from"
             ) from None
         except (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
-            raise InvalidRequestError(
-                "the image could not be fetched from its host", param
-            ) from None
+            raise InvalidRequestError("the image could not be fetched from its host") from None
         finally:
             self._turns.give_back()
 
-    async def _follow(self, url: str, param: str) -> bytes:
+    async def _follow(self, url: str) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
-            target = self._checked(url, param)
-            content, location = await self._get(target, param)
+            target = self._checked(url)
+            content, location = await self._get(target)
             if location is None:
                 return content
             url = urljoin(url, location)
-        raise InvalidRequestError(f"the image has more than {MAX_REDIRECTS} redirects", param)
+        raise InvalidRequestError(f"the image has more than {MAX_REDIRECTS} redirects")
 
-    def _checked(self, url: str, param: str) -> _Target:
+    def _checked(self, url: str) -> _Target:
         target = _parse(url)
         if target is None:
             raise InvalidRequestError(
                 "the image has a URL, or a redirect to one, that is invalid, has a login or is not "
                 "of http or https",
-                param,
             )
         if not self._hosts.allow(target.host, target.port, target.scheme):
             raise InvalidRequestError(
                 f"images are not loaded from {shown(target.host_header)}: it is not among "
                 "--allowed-media-domains",
-                param,
             )
         return target
 
-    async def _get(self, target: _Target, param: str) -> tuple[bytes, str | None]:
+    async def _get(self, target: _Target) -> tuple[bytes, str | None]:
         """Return the body of a response, or an empty one and where it redirects to."""
         if target.scheme == "https" and self._tls is None:
             self._tls = await asyncio.to_thread(httpcore.default_ssl_context)
@@ -256,16 +250,16 @@ class RemoteImages:
                 return b"", fields[b"location"]
             if response.status != 200:
                 raise InvalidRequestError(
-                    f"the host of the image answered with status {response.status}", param
+                    f"the host of the image answered with status {response.status}"
                 )
             size = fields.get(b"content-length", "")
-            self._check_size(int(size) if size.isascii() and size.isdecimal() else 0, param)
+            self._check_size(int(size) if size.isascii() and size.isdecimal() else 0)
             content = bytearray()
             async for part in response.aiter_stream():
                 content += part
-                self._check_size(len(content), param)
+                self._check_size(len(content))
             return bytes(content), None
 
-    def _check_size(self, size: int, param: str) -> None:
+    def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
-            raise too_large(self._max_bytes, param)
+            raise too_large(self._max_bytes)
