@@ -44,6 +44,7 @@ class MediaProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._opened = contextlib.ExitStack()
+        self._is_closed = False
 
     def warm_up(self) -> None:
         """Start the process, if none runs, without waiting for it."""
@@ -66,6 +67,7 @@ class MediaProcess:
 
     async def close(self) -> None:
         """End the process."""
+        self._is_closed = True
         if self._starting is not None:
             self._starting.cancel()
         await self._end()
@@ -158,7 +160,8 @@ class MediaProcess:
     async def _replace(self) -> int | None:
         """End the process, start the next one, and return the exit status."""
         status = await self._end()
-        self.warm_up()
+        if not self._is_closed:
+            self.warm_up()
         return status
 
     async def _end(self) -> int | None:
