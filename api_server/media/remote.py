@@ -86,11 +86,12 @@ class AllowedHosts:
         return bool(self._domains)
 
     def allow(self, host: str, port: int, scheme: str) -> bool:
-        if port != _PORTS[scheme]:
-            return f"{host}:{port}" in self._domains
-        above = host.split(".")[1:]
-        wildcards = ("*." + ".".join(above[first:]) for first in range(len(above)))
-        return not self._domains.isdisjoint(("*", host, *wildcards))
+        names = [f"{host}:{port}"]
+        if port == _PORTS[scheme]:
+            above = host.split(".")[1:]
+            names += ["*", host]
+            names += ["*." + ".".join(above[first:]) for first in range(len(above))]
+        return not self._domains.isdisjoint(names)
 
 
 class _Target(NamedTuple):
@@ -212,11 +213,13 @@ class RemoteImages:
 
     async def _follow(self, url: str) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
-            target = self._checked(url)
-            content, location = await self._get(target)
+            content, location = await self._get(self._checked(url))
             if location is None:
                 return content
-            url = urljoin(url, location)
+            try:
+                url = urljoin(url, location)
+            except ValueError:
+                raise InvalidRequestError("the image has an invalid redirect") from None
         raise InvalidRequestError(f"the image has more than {MAX_REDIRECTS} redirects")
 
     def _checked(self, url: str) -> _Target:

@@ -38,9 +38,11 @@ def test_public_addresses(address: str) -> None:
 
 
 def test_entries_name_hosts_subdomains_ports_or_all() -> None:
-    hosts = AllowedHosts(["images.example", "*.cdn.example", "other.example:8080"])
+    hosts = AllowedHosts(
+        ["images.example", "*.cdn.example", "other.example:8080", "third.example:443"]
+    )
     allowed = [("images.example", 443), ("a.cdn.example", 443), ("a.b.cdn.example", 443)]
-    allowed += [("other.example", 8080)]
+    allowed += [("other.example", 8080), ("third.example", 443)]
     refused = [("images.example", 8080), ("x.images.example", 443), ("cdn.example", 443)]
     refused += [("other.example", 443), ("evilimages.example", 443), ("example", 443)]
     assert all(hosts.allow(host, port, "https") for host, port in allowed)
@@ -224,7 +226,13 @@ async def test_the_second_look_up_of_a_name_reaches_nothing_else(server) -> None
 
 @pytest.mark.parametrize(
     "location",
-    ["http://169.254.169.254/", "http://other.example/", "//other.example/", "file:///etc/passwd"],
+    [
+        "http://169.254.169.254/",
+        "http://other.example/",
+        "//other.example/",
+        "file:///etc/passwd",
+        "http://[",
+    ],
 )
 async def test_redirects_to_other_hosts_are_refused(server, location: str) -> None:
     server.redirect("/", location)
