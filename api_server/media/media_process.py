@@ -143,7 +143,6 @@ def main() -> None:
     Arguments: the file of encoded images, the folder for pixels, the most pixels, the prepared
     folder of the model, and its architecture.
     """
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its threads would take memory and compute nothing
     file, folder, max_pixels, model_folder, architecture = sys.argv[1:]
     with contextlib.suppress(ConnectionError), socket.socket(fileno=os.dup(0)) as channel:
         server = MediaServer(channel, int(file), folder, int(max_pixels))
