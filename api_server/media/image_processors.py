@@ -124,7 +124,10 @@ class ImageProcessor:
         module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
         cls = getattr(module, name + "Pil")
         known = cls.valid_kwargs.__annotations__
-        self._processor = cls(**{key: settings[key] for key in known if key in settings})
+        try:
+            self._processor = cls(**{key: settings[key] for key in known if key in settings})
+        except Exception as error:  # of many types
+            raise ModelError(f"preprocessor_config.json: {shown(error)}") from None
 
     @classmethod
     def load(cls, folder: str, architecture: str) -> "ImageProcessor":

@@ -125,8 +125,8 @@ class MediaServer:
                 os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
                 0o600,
             )
-            with open(descriptor, "wb") as file:
-                file.write(pixels.data)
+            with open(descriptor, "wb") as output:
+                output.write(pixels.data)
         except OSError:
             self._remove(task.name)
             return ImageDone(error="there is no memory for the pixels of the image", kind="host")

@@ -322,12 +322,18 @@ async def test_a_process_that_ends_between_images_costs_nothing(hasty: MediaRead
     await read_one(hasty, encode_image(random_image(2, 9, 9)))
 
 
-async def test_settings_that_the_process_cannot_use_are_an_internal_error(tmp_path: Path) -> None:
-    model = vision_folder("llava", tmp_path / "m", image_processor_type="FuyuImageProcessor")
+@pytest.mark.parametrize(
+    "changes",
+    [{"image_processor_type": "FuyuImageProcessor"}, {"size": "large"}, {"crop_size": {"a": 1}}],
+)
+async def test_settings_that_the_process_cannot_use_are_an_internal_error(
+    changes: dict[str, object], tmp_path: Path
+) -> None:
+    model = vision_folder("llava", tmp_path / "m", **changes)
     async with open_reader(model, tmp_path / "run") as reader:
         error = await failure(reader, encode_image(random_image(1, 9, 9)))
         assert isinstance(error, InternalRequestError)
-        assert "FuyuImageProcessor is not supported" in error.message
+        assert "preprocessor_config.json" in error.message
 
 
 async def test_a_machine_without_processes_is_overloaded(
