@@ -230,6 +230,7 @@ async def test_an_image_of_as_many_pixels_as_are_allowed_is_read(reader: MediaRe
     await read_one(reader, encode_image(Image.new("L", (1000, 1000))))
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")  # of this process
 async def test_damaged_exif_data_does_not_matter(same: Check) -> None:
     exif = b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + bytes(20)
     encoded = encode_image(random_image(1, 40, 30), "JPEG", exif=exif)
