@@ -27,7 +27,9 @@ from proto.settings.config import PARTS, SECRET_FIELDS, LogFormat, ServeConfig, 
 from proto.settings.config_checks import validate
 from worker.models.families import use_families
 
-BYTE_FIELDS: Final = frozenset({"kv_cache_memory", "sched_trace_max_bytes"})
+BYTE_FIELDS: Final = frozenset(
+    {"kv_cache_memory", "sched_trace_max_bytes", "max_image_bytes", "media_memory"}
+)
 """Fields in bytes, whose values may have a suffix K, M, G or T."""
 
 COUNT_FIELDS: Final = frozenset({"max_model_len", "max_num_batched_tokens"})

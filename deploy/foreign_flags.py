@@ -69,7 +69,6 @@ NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "cuda-graph-sizes": NoEffect(_GRAPHS, None),
     "guided-decoding-backend": NoEffect("grammars have one backend, llguidance", None),
     "structured-outputs-config": NoEffect("grammars have one backend, llguidance", None),
-    "limit-mm-per-prompt": NoEffect(_TEXT_ONLY, None),
     "mm-processor-kwargs": NoEffect(_TEXT_ONLY, None),
     "language-model-only": NoEffect(_TEXT_ONLY),
     "distributed-executor-backend": NoEffect(_PROCESSES, ("mp", "uni")),

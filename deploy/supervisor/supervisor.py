@@ -51,7 +51,7 @@ from proto.messages.lifecycle import (
 )
 from proto.messages.lora import AdapterList
 from proto.messages.stats import METRIC_BYTES
-from proto.runtime.run_directory import RunDirectory
+from proto.runtime.run_directory import RunDirectory, remove_pixels
 from proto.runtime.sockets import Poller
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -269,6 +269,8 @@ class Supervisor:
         """Read the last messages of a process that has exited; restart it or end the daemon."""
         child.await_fatal_error()
         self._children.remove(child)
+        if child.role == "api_server":
+            remove_pixels(self._run_dir, child.index)
         if self._serving and self._reload.note_death(child):
             pass  # the process belonged to a generation that starts or stops
         elif self._serving and self._recovery.can_restart(child):

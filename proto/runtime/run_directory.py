@@ -99,6 +99,14 @@ def pixels_folder(run_dir: str) -> str:
     return os.path.join(run_dir, "pixels")
 
 
+def remove_pixels(run_dir: str, index: int) -> None:
+    """Remove the pixels of images of a front end that has ended."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(pixels_folder(run_dir)):
+            if name.startswith(f"{index}."):
+                os.unlink(os.path.join(pixels_folder(run_dir), name))
+
+
 def read_state(run_dir: str) -> DaemonState:
     """Return the state of a daemon; raises OSError or ProtocolError."""
     return from_json(Path(run_dir, _STATE).read_bytes(), DaemonState)

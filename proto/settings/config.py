@@ -12,6 +12,7 @@ import msgspec
 
 from proto.runtime.plugins import Kind
 from proto.settings.kv_events_config import KVEventsConfig, kv_events_config
+from proto.settings.limit_mm import parse_limit_mm
 from proto.settings.profiler_config import ProfilerConfig, parse_profiler_config
 from proto.settings.speculative_config import SpeculativeConfig, parse_speculative_config
 
@@ -414,6 +415,34 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.admin_port is not None or self.admin_socket is not None
 
 
+class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Images in requests: where they may come from, and their limits."""
+
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts whose http and https URLs may be images: a name, *.example for all below one, NAME:PORT
+    for a port that is not the scheme's own, or * for all; by default none. Hosts with loopback,
+    link-local, private or reserved addresses are never reached."""
+    allowed_local_media_path: str | None = None
+    """Folder whose files may be images (file:// URLs), with all folders in it; by default none."""
+    limit_mm_per_prompt: str | None = None
+    """Most images of a prompt, as JSON; by default {"image": 64}; with 0 images models are served
+    for text."""
+    max_image_pixels: int = 64_000_000
+    """Most pixels of an image as it is sent."""
+    max_image_bytes: int = 20 << 20
+    """Most bytes of an encoded image (suffixes K, M, G)."""
+    media_timeout: float = 10.0
+    """Seconds for an image to be fetched, and again to be decoded and scaled."""
+    media_memory: int = 256 << 20
+    """Bytes of shared memory in each front end (suffixes K, M, G) for pixels of images: of those of
+    open requests, and of earlier ones as long as there is space."""
+
+    @property
+    def max_images(self) -> int:
+        """Most images of a prompt. Raises ConfigError."""
+        return parse_limit_mm(self.limit_mm_per_prompt)
+
+
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Structured output."""
 
@@ -522,6 +551,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig = SpeculationConfig()
     lora: LoRAConfig = LoRAConfig()
     trace: TraceConfig = TraceConfig()
+    media: MediaConfig = MediaConfig()
 
 
 SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key", "hf_token"})

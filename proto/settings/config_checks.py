@@ -7,6 +7,7 @@ by the process that finds out.
 
 import ipaddress
 import math
+import os
 import re
 from typing import Final
 
@@ -21,6 +22,7 @@ from proto.settings.config import (
     CpuWeights,
     DType,
     FrontEndConfig,
+    MediaConfig,
     ModelConfig,
     ReliabilityConfig,
     SchedulerConfig,
@@ -66,6 +68,9 @@ _AT_LEAST: Final = {
     "max_cpu_loras": 1,
     "max_lora_rank": 1,
     "max_lora_wait_steps": 1,
+    "max_image_pixels": 1,
+    "max_image_bytes": 1,
+    "media_memory": 1,
 }
 _AT_MOST: Final = {
     "api_server_count": MAX_FRONT_ENDS,
@@ -125,6 +130,7 @@ def validate(config: ServeConfig) -> None:
     _check_scheduler(config.scheduler)
     _check_device(config)
     _check_front_end(config.frontend)
+    _check_media_sources(config.media)
     config.speculation.parsed()
     config.trace.parsed_profiler()
     _check_reliability(config.reliability, config.cache)
@@ -326,6 +332,29 @@ def _check_cors(frontend: FrontEndConfig) -> None:
     for field in ("allow_credentials", "allowed_methods", "allowed_headers"):
         if not frontend.allowed_origins and getattr(frontend, field) != getattr(default, field):
             raise ConfigError(f"{flag_name(field)} needs --allowed-origins", field)
+
+
+def _check_media_sources(media: MediaConfig) -> None:
+    for name in media.allowed_media_domains:
+        host, _, port = name.rpartition(":")
+        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16
+        if name != "*" and not _HOST_NAME.fullmatch(host if host and is_port else name):
+            raise ConfigError(
+                "--allowed-media-domains takes names such as images.example, *.example or "
+                f"images.example:8080, not {shown(name)}",
+                "allowed_media_domains",
+            )
+    path = media.allowed_local_media_path
+    if path is not None and not os.path.isabs(path):
+        raise ConfigError(
+            f"--allowed-local-media-path must be an absolute path, got {shown(path)}",
+            "allowed_local_media_path",
+        )
+    if not 0.0 < media.media_timeout < math.inf:
+        raise ConfigError(
+            f"--media-timeout must be more than 0, got {media.media_timeout}", "media_timeout"
+        )
+    _ = media.max_images
 
 
 def _check_reliability(reliability: ReliabilityConfig, cache: CacheConfig) -> None:

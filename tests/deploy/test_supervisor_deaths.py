@@ -3,11 +3,20 @@
 import os
 import re
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.fakes.supervised import ROLES, TITLES, Start, assert_nothing_left, pids_except
+from proto.runtime.run_directory import pixels_folder
+from tests.fakes.supervised import (
+    ROLES,
+    TITLES,
+    Start,
+    assert_nothing_left,
+    eventually,
+    pids_except,
+)
 
 NOTIFIED = {
     "worker": [
@@ -50,6 +59,26 @@ def test_a_killed_process_alone_is_restarted(
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0, daemon.text
     assert_nothing_left(daemon, before | after)
+
+
+def test_pixels_of_a_front_end_are_removed_when_it_dies(start: Start) -> None:
+    """Those of others stay; at the end of the daemon the folder is removed."""
+    daemon = start()
+    daemon.wait_ready()
+    (run_dir,) = daemon.run_parent.iterdir()
+    folder = Path(pixels_folder(str(run_dir)))
+    folder.mkdir(0o700)
+    for name in ("0.0.1", "0.0.22", "1.0.1", "00.0.1"):
+        (folder / name).touch()
+    daemon.children()["worker"].kill()
+    daemon.wait_for("worker 0 is back after")
+    assert len(list(folder.iterdir())) == 4
+    daemon.children()["api_server"].kill()
+    daemon.wait_for("api 0 is back after")
+    assert {path.name for path in folder.iterdir()} == {"1.0.1", "00.0.1"}
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0, daemon.text
+    assert eventually(lambda: not folder.exists())
 
 
 def test_engine_and_worker_that_die_together_reconnect(start: Start) -> None:

@@ -7,6 +7,7 @@ from proto.errors import ConfigError
 from proto.settings.config import (
     CacheConfig,
     DeviceConfig,
+    MediaConfig,
     ModelConfig,
     ReliabilityConfig,
     SchedulerConfig,
@@ -66,6 +67,9 @@ def test_the_defaults_are_valid():
         ("model", {"cpu_weights": "bf16", "dtype": "bfloat16"}),
         ("model", {"cpu_weights": "f32"}),
         ("device", {"device": "cpu", "attention_backend": "cpu"}),
+        ("media", {"allowed_media_domains": ("a.example", "*.b.example", "c.example:8080", "*")}),
+        ("media", {"allowed_local_media_path": "/srv/images"}),
+        ("media", {"limit_mm_per_prompt": '{"image": 0, "video": 0, "audio": 1}'}),
     ],
 )
 def test_unusual_settings_are_accepted(section, changes):
@@ -178,6 +182,20 @@ def test_unusual_settings_are_accepted(section, changes):
         ("device", {"device": "cuda", "attention_backend": "cpu"}, "attention_backend"),
         ("cache", {"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ("cache", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ("media", {"allowed_media_domains": ("https://a.example",)}, "allowed_media_domains"),
+        ("media", {"allowed_media_domains": ("a.example/b",)}, "allowed_media_domains"),
+        ("media", {"allowed_media_domains": ("a.example:0",)}, "allowed_media_domains"),
+        ("media", {"allowed_media_domains": ("a.example:x",)}, "allowed_media_domains"),
+        ("media", {"allowed_local_media_path": "images"}, "allowed_local_media_path"),
+        ("media", {"allowed_local_media_path": ""}, "allowed_local_media_path"),
+        ("media", {"limit_mm_per_prompt": "image=4"}, "limit_mm_per_prompt"),
+        ("media", {"limit_mm_per_prompt": '{"image": -1}'}, "limit_mm_per_prompt"),
+        ("media", {"limit_mm_per_prompt": '{"image": true}'}, "limit_mm_per_prompt"),
+        ("media", {"limit_mm_per_prompt": '{"pictures": 1}'}, "limit_mm_per_prompt"),
+        ("media", {"max_image_pixels": 0}, "max_image_pixels"),
+        ("media", {"max_image_bytes": 0}, "max_image_bytes"),
+        ("media", {"media_memory": 0}, "media_memory"),
+        ("media", {"media_timeout": 0.0}, "media_timeout"),
     ],
 )
 def test_invalid_settings_name_the_parameter(section, changes, parameter):
@@ -186,6 +204,22 @@ def test_invalid_settings_name_the_parameter(section, changes, parameter):
     assert caught.value.param == parameter
     assert flag_name(parameter) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        (None, 64),
+        ("{}", 64),
+        ('{"image": 3}', 3),
+        ('{"image": 0}', 0),
+        ('{"video": 0}', 64),
+        ('{"image": {"count": 5, "width": 512, "height": 512}}', 5),
+        ('{"image": {"width": 512}}', 64),
+    ],
+)
+def test_the_most_images_of_a_prompt(text, most):
+    assert MediaConfig(limit_mm_per_prompt=text).max_images == most
 
 
 def test_fp8_without_scales_is_refused_on_a_cpu():

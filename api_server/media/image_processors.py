@@ -1,0 +1,158 @@
+"""Images to pixels: Pillow decodes, transformers' image processors scale, cut and normalise.
+
+Runs in the media process only, which imports Pillow and transformers. The processors are those that
+need numpy and Pillow alone, so torch is never loaded (`hide_torch`).
+"""
+
+import io
+import sys
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from api_server.media.placeholders import TILED
+from api_server.media.settings import inner, processor_settings, read_settings
+from proto.errors import ModelError, shown
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF")
+MAX_ASPECT_RATIO: Final = 200
+"""Most times that an image is wider than high, or the reverse. Scaled until its shorter side fits a
+model, a longer one would have a multiple of the pixels that it had."""
+_PLUGINS: Final = ("GifImagePlugin", "JpegImagePlugin", "PngImagePlugin", "WebPImagePlugin")
+_FOLDERS: Final = {
+    "CLIPImageProcessor": "clip",
+    "Gemma3ImageProcessor": "gemma3",
+    "Idefics3ImageProcessor": "idefics3",
+    "LlavaImageProcessor": "llava",
+    "SiglipImageProcessor": "siglip",
+    "SmolVLMImageProcessor": "smolvlm",
+}
+"""Image processors, and transformers' folders of their models."""
+_DEFAULTS: Final = {
+    "Idefics3ForConditionalGeneration": "Idefics3ImageProcessor",
+    "SmolVLMForConditionalGeneration": "SmolVLMImageProcessor",
+    "Gemma3ForConditionalGeneration": "Gemma3ImageProcessor",
+}
+"""Processor of an architecture whose settings name none."""
+
+
+class ImageError(Exception):
+    """An image cannot be used; the message is for the client."""
+
+
+def hide_torch() -> None:
+    """Have transformers find no torch, which takes seconds and 200 MB to import."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+
+
+def open_image(encoded: bytes, max_pixels: int) -> "Image":
+    """Read the header of an image; raises ImageError before anything is decoded.
+
+    The format is the one of its first bytes. An animation is its first frame.
+    """
+    from PIL import Image
+
+    for plugin in _PLUGINS:
+        import_module(f"PIL.{plugin}")
+    Image.MAX_IMAGE_PIXELS = (max_pixels + 1) // 2  # Pillow refuses more than twice as many
+    warnings.simplefilter("ignore")
+    too_many = f"the image has more than {max_pixels} pixels (--max-image-pixels)"
+    try:
+        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise ImageError(too_many) from None
+    except MemoryError:
+        raise
+    except Exception:  # of many types, and with texts of the library
+        raise ImageError("not an image in JPEG, PNG, WebP or GIF, or a damaged one") from None
+    width, height = image.size
+    if width * height > max_pixels:
+        raise ImageError(too_many)
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise ImageError(
+            f"one side of the image is more than {MAX_ASPECT_RATIO} times as long as the other"
+        )
+    return image
+
+
+def decode(image: "Image") -> "Image":
+    """Return an image with 8 bits a channel, rotated as its EXIF data says; raises ImageError."""
+    from PIL import Image, ImageOps
+
+    try:
+        image.load()
+    except MemoryError:
+        raise
+    except Exception:
+        raise ImageError("the image is damaged or incomplete") from None
+    try:
+        image = ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:  # damaged EXIF data: as it is
+        pass
+    if image.mode.startswith("I"):  # 16 bits of grey, also in 32
+        grey = np.asarray(image).astype(np.int64) >> 8
+        image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
+    return image
+
+
+class ImageProcessor:
+    """Makes the pixels that a model takes of a decoded image.
+
+    architecture: of the model with its vision part. settings: of its preprocessor_config.json.
+    """
+
+    def __init__(self, architecture: str, settings: Mapping[str, Any], tower: str = "") -> None:
+        """Raises ModelError for a processor that is not known. tower: model type of the tower."""
+        self._is_tiled = architecture in TILED
+        self._is_gemma = architecture.startswith("Gemma3")
+        named = settings.get("image_processor_type") or settings.get("feature_extractor_type")
+        if named is None:
+            llava = "SiglipImageProcessor" if "siglip" in tower else "CLIPImageProcessor"
+            named = _DEFAULTS.get(architecture, llava)
+        name = str(named).replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast")
+        folder = _FOLDERS.get(name)
+        if folder is None:
+            raise ModelError(f"preprocessor_config.json: {shown(named)} is not supported")
+        module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+        cls = getattr(module, name + "Pil")
+        known = cls.valid_kwargs.__annotations__
+        try:
+            self._processor = cls(**{key: settings[key] for key in known if key in settings})
+        except Exception as error:  # of many types
+            raise ModelError(f"preprocessor_config.json: {shown(error)}") from None
+
+    @classmethod
+    def load(cls, folder: str, architecture: str) -> "ImageProcessor":
+        """Return the processor of a prepared folder; raises ModelError."""
+        config = read_settings(folder, "config.json")
+        tower = str(inner(config, "vision_config").get("model_type"))
+        return cls(architecture, processor_settings(folder), tower)
+
+    def process(
+        self, image: "Image", detail: str
+    ) -> tuple["np.ndarray[Any, Any]", tuple[int, ...]]:
+        """Return pixels [tiles, channels, height, width] in float32, and rows and columns of tiles.
+
+        detail: "low" leaves an image whole that would be divided.
+        """
+        options: dict[str, Any] = {}
+        if self._is_tiled:
+            options["return_row_col_info"] = True
+            if detail == "low":
+                options["do_image_splitting"] = False
+        elif self._is_gemma:  # as transformers' processor of images and text
+            options["do_pan_and_scan"] = False
+        images: Any = [[image]] if self._is_tiled else [image]
+        batch = self._processor(images, do_convert_rgb=True, return_tensors="np", **options)
+        pixels = np.ascontiguousarray(batch["pixel_values"], dtype="<f4")
+        if not self._is_tiled:
+            return pixels, ()
+        return pixels[0], (int(batch["rows"][0][0]), int(batch["cols"][0][0]))

@@ -1,0 +1,176 @@
+"""Pixels of images in shared memory, and who uses them.
+
+    request ── lease ──▶ StoredImage ── file ──▶ /dev/shm/tokend-…/0.0.17   read by the workers
+
+The front end owns the files that its media process has written. An image that no request has
+leased stays until others need its memory, least recently used first, so that the same image again,
+in the next turn of a conversation, is neither decoded nor written.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import stat
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from proto.errors import ModelError
+from proto.messages.multimodal import SharedPixels
+
+MAX_UUIDS: Final = 16
+"""Names by which clients can find one image; the oldest is forgotten first."""
+_numbers: Final = itertools.count()
+
+
+class UuidKey(NamedTuple):
+    """A client's name of an image, by which only its tenant finds it, with the same salt."""
+
+    tenant: int
+    salt: str | None
+    detail: str
+    uuid: str
+
+
+@dataclass(eq=False)
+class StoredImage:
+    """An image whose pixels are in a file.
+
+    Fields as in `LoadedImage`. num_leases: of requests that have not ended.
+    """
+
+    mm_hash: bytes
+    pixels: SharedPixels
+    grid: tuple[int, ...]
+    num_embeds: int
+    expansion: str
+    num_bytes: int
+    num_leases: int = 0
+    uuids: OrderedDict[UuidKey, None] = field(default_factory=OrderedDict)
+
+
+class MediaLease:
+    """Keeps the pixels of an image while a request may need them."""
+
+    def __init__(self, store: "PixelStore", image: StoredImage) -> None:
+        self._store = store
+        self._image: StoredImage | None = image
+
+    def release(self) -> None:
+        """End the lease; a second call has no effect."""
+        image, self._image = self._image, None
+        if image is not None:
+            self._store.release_image(image)
+
+
+class PixelStore:
+    """The images of one model in a front end.
+
+    folder: for pixels; made when it is needed. owner: first part of the names of files, the index
+    and the incarnation of the front end. max_bytes: of all images together.
+    """
+
+    def __init__(self, folder: str, owner: str, max_bytes: int) -> None:
+        self.folder = folder
+        self._owner = owner
+        self._max_bytes = max_bytes
+        self._images: OrderedDict[bytes, StoredImage] = OrderedDict()  # least recently used first
+        self._by_uuid: dict[UuidKey, StoredImage] = {}
+        self._num_bytes = 0
+        self._is_closed = False
+        self._released = asyncio.Event()  # since the last image found no space
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pixels."""
+        return self._num_bytes
+
+    def make_folder(self) -> None:
+        """Create the folder for pixels, unless another front end has; raises ModelError.
+
+        Its name is known to other users of the machine, so one of another owner is refused.
+        """
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.folder, 0o700)
+            status = os.lstat(self.folder)
+        except OSError as error:
+            raise ModelError(f"no folder for pixels of images: {error}") from None
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise ModelError(f"{self.folder}, for pixels of images, belongs to another user")
+
+    def new_name(self) -> str:
+        """Return the name of a file that does not exist."""
+        return f"{self._owner}.{next(_numbers)}"
+
+    def remove_file(self, name: str) -> None:
+        """Remove the file of an image that has not been added."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.folder, name))
+
+    def find_image(self, mm_hash: bytes) -> StoredImage | None:
+        """Return an image, which is then the last to be evicted."""
+        image = self._images.get(mm_hash)
+        if image is not None:
+            self._images.move_to_end(mm_hash)
+        return image
+
+    def find_uuid(self, key: UuidKey) -> StoredImage | None:
+        """Return the image that a client has given this name."""
+        image = self._by_uuid.get(key)
+        return None if image is None else self.find_image(image.mm_hash)
+
+    def name_image(self, key: UuidKey, image: StoredImage) -> None:
+        """Have `find_uuid` find the image from now on."""
+        if (before := self._by_uuid.get(key)) is not None:
+            before.uuids.pop(key)
+        self._by_uuid[key] = image
+        image.uuids[key] = None
+        if len(image.uuids) > MAX_UUIDS:
+            del self._by_uuid[image.uuids.popitem(last=False)[0]]
+
+    async def add_image(self, image: StoredImage) -> None:
+        """Take over an image and its file; evict others for it, or wait until leases end.
+
+        The caller limits the time. One call at a time, so that what waits is one image.
+        """
+        assert image.mm_hash not in self._images, "the image is stored already"
+        assert image.num_bytes <= self._max_bytes, "the image can never be stored"
+        while not self._has_space(image.num_bytes):
+            self._released.clear()
+            await self._released.wait()
+        self._images[image.mm_hash] = image
+        self._num_bytes += image.num_bytes
+
+    def _has_space(self, num_bytes: int) -> bool:
+        self._evict_down_to(self._max_bytes - num_bytes)
+        return self._num_bytes + num_bytes <= self._max_bytes
+
+    def lease_image(self, image: StoredImage) -> MediaLease:
+        image.num_leases += 1
+        return MediaLease(self, image)
+
+    def release_image(self, image: StoredImage) -> None:
+        assert image.num_leases > 0, "the image is not leased"
+        image.num_leases -= 1
+        self._evict_down_to(0 if self._is_closed else self._max_bytes)
+        self._released.set()
+
+    def close(self) -> None:
+        """Remove all images, leased ones when their requests end."""
+        self._is_closed = True
+        self._evict_down_to(0)
+
+    def _evict_down_to(self, num_bytes: int) -> None:
+        """Remove images without leases until at most this many bytes are left, if possible."""
+        if self._num_bytes <= num_bytes:
+            return
+        for image in [image for image in self._images.values() if not image.num_leases]:
+            del self._images[image.mm_hash]
+            for key in image.uuids:
+                del self._by_uuid[key]
+            self._num_bytes -= image.num_bytes
+            self.remove_file(image.pixels.name)
+            if self._num_bytes <= num_bytes:
+                return

@@ -1,0 +1,156 @@
+"""The text that stands for an image in a prompt, as transformers' processors write it.
+
+    template     … user: <image> What is this?
+    expansion    … user: <image><image><image><image> What is this?     LLaVA: a token for each row
+    of encoder output; the tiled models add markers for tiles, Gemma 3 for the ends of the image
+
+A chat template writes a placeholder for each image, which the expansion replaces before the text is
+tokenised. How many image tokens it has follows from the shape of the pixels and from the model's
+configuration, so it is what the vision part computes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from api_server.media.settings import inner, read_settings
+from proto.errors import ModelError
+from proto.messages.prepared_model import PreparedModel
+
+TILED: Final = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
+"""Architectures that divide an image into tiles."""
+
+
+class Expansion(NamedTuple):
+    """Text that stands for an image, and the number of image tokens in it."""
+
+    text: str
+    num_embeds: int
+
+
+class Placeholders(ABC):
+    """How images stand in the prompts of a model.
+
+    placeholder: text that the chat template writes for an image. image_token: text of the token
+    whose embedding is replaced.
+    """
+
+    def __init__(self, placeholder: str, image_token: str) -> None:
+        self.placeholder = placeholder
+        self.image_token = image_token
+
+    @abstractmethod
+    def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
+        """Return what replaces the placeholder.
+
+        shape: of the pixels, [tiles, channels, height, width]. grid: as in MultiModalFeature.
+        """
+
+
+class RowPlaceholders(Placeholders):
+    """LLaVA: an image token for each row of encoder output.
+
+    patch_size: of the tower. num_extra: rows beside those of patches, negative if some are dropped.
+    """
+
+    def __init__(self, image_token: str, patch_size: int, num_extra: int) -> None:
+        super().__init__(image_token, image_token)
+        self._patch_size = patch_size
+        self._num_extra = num_extra
+
+    def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
+        _, _, height, width = shape
+        num_patches = (height // self._patch_size) * (width // self._patch_size)
+        num_embeds = num_patches + self._num_extra
+        return Expansion(self.image_token * num_embeds, num_embeds)
+
+
+class TilePlaceholders(Placeholders):
+    """Idefics 3 and SmolVLM: rows and columns of tiles, then the whole image.
+
+    pixels_per_row: side of the square of pixels that becomes one row of output.
+    fake_token, global_token: markers around tiles, and before the whole image.
+    """
+
+    def __init__(
+        self, image_token: str, pixels_per_row: int, fake_token: str, global_token: str
+    ) -> None:
+        super().__init__(image_token, image_token)
+        self._pixels_per_row = pixels_per_row
+        self._fake_token = fake_token
+        self._global_token = global_token
+
+    def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
+        num_tiles, _, height, width = shape
+        rows, columns = grid
+        per_tile = (height // self._pixels_per_row) * (width // self._pixels_per_row)
+        images = self.image_token * per_tile
+        fake = self._fake_token
+        whole = f"{fake}{self._global_token}{images}{fake}"
+        if not rows:
+            return Expansion(whole, per_tile)
+        lines = [
+            "".join(f"{fake}<row_{row}_col_{column}>{images}" for column in range(1, columns + 1))
+            for row in range(1, rows + 1)
+        ]
+        return Expansion("\n".join([*lines, "", whole]), per_tile * num_tiles)
+
+
+class FramedPlaceholders(Placeholders):
+    """Gemma 3: a fixed number of image tokens between markers, in a paragraph of their own."""
+
+    def __init__(self, begin: str, image_token: str, end: str, num_embeds: int) -> None:
+        super().__init__(begin, image_token)
+        text = f"\n\n{begin}{image_token * num_embeds}{end}\n\n"
+        self._expansion = Expansion(text, num_embeds)
+
+    def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
+        return self._expansion
+
+
+def read_placeholders(model: PreparedModel, token_text: Callable[[int], str]) -> Placeholders:
+    """Return how images stand in the prompts of a model that has a vision part.
+
+    token_text: text of a token id. Raises ModelError if a setting is missing or the architecture is
+    unknown.
+    """
+    assert model.vision is not None
+    architecture = model.vision.architecture
+    image_token = token_text(model.vision.image_token_id)
+    config = read_settings(model.folder, "config.json")
+    config = {**config, **inner(config, "vision_projector")}
+    names = read_settings(model.folder, "tokenizer_config.json")
+    names = {**inner(names, "extra_special_tokens"), **names}
+    vision = inner(config, "vision_config")
+    if architecture == "LlavaForConditionalGeneration":
+        has_class_token = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
+        drops_first = config.get("vision_feature_select_strategy", "default") == "default"
+        num_extra = int(has_class_token) - int(drops_first)
+        return RowPlaceholders(image_token, _positive(vision, "patch_size", 14), num_extra)
+    if architecture in TILED:
+        scale, patch = _positive(config, "scale_factor", 2), _positive(vision, "patch_size", 32)
+        fake, whole = "<fake_token_around_image>", "<global-img>"
+        if architecture.startswith("SmolVLM"):  # whose processor lets a tokenizer name them
+            fake = _text(names, "fake_image_token", fake)
+            whole = _text(names, "global_image_token", whole)
+        return TilePlaceholders(image_token, scale * patch, fake, whole)
+    if architecture == "Gemma3ForConditionalGeneration":
+        begin = _text(names, "boi_token", "<start_of_image>")
+        end = _text(names, "eoi_token", "<end_of_image>")
+        num_embeds = _positive(config, "mm_tokens_per_image", 256)
+        return FramedPlaceholders(begin, image_token, end, num_embeds)
+    raise ModelError(f"images of {architecture} have no known placeholder")
+
+
+def _positive(settings: Mapping[str, Any], key: str, default: int) -> int:
+    value = settings.get(key, default)
+    if not isinstance(value, int) or not 0 < value < 1 << 16:
+        raise ModelError(f"config.json: {key} is not a number of pixels or tokens")
+    return value
+
+
+def _text(settings: Mapping[str, Any], key: str, default: str) -> str:
+    """Return the text of a token, which may be an object with its `content`."""
+    value = settings.get(key, default)
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) and value else default

@@ -1,0 +1,189 @@
+"""Processing of images within limits of time and memory, in another process.
+
+`media_process.py` says what is limited there. The process stays between images. It starts with the
+first one, or when the front end of a model that reads images starts, and again after its end.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Final
+
+from api_server.media.media_process import MAX_FRAME, MODULE, ImageDone, ImageTask
+from proto.codec import MessageDecoder, encode
+from proto.errors import InternalRequestError, InvalidRequestError, OverloadedError
+
+START_SECONDS: Final = 60.0
+"""Time limit of a start, which imports Pillow and transformers; a second on an idle machine."""
+_DECODER: Final[MessageDecoder[ImageDone]] = MessageDecoder(ImageDone)
+_OWN_FAULTS: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+"""Signals by which a process ends that an image has misled."""
+
+
+class MediaProcess:
+    """The front end's side of the process for images.
+
+    pixels_folder: where it writes. model_folder, architecture: as in `ImageProcessor.load`.
+    seconds: for an image.
+    """
+
+    def __init__(
+        self,
+        pixels_folder: str,
+        model_folder: str,
+        architecture: str,
+        max_pixels: int,
+        seconds: float,
+    ) -> None:
+        self._arguments = (pixels_folder, str(max_pixels), model_folder, architecture)
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._opened = contextlib.ExitStack()
+        self._is_closed = False
+
+    def warm_up(self) -> None:
+        """Start the process, if none runs, without waiting for it."""
+        if self._starting is None or (self._starting.done() and self._has_ended()):
+            self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(_retrieve_error)
+
+    async def process(self, encoded: bytes, name: str, detail: str) -> ImageDone:
+        """Return shape and grid of the pixels, which are in the file of this name.
+
+        Only one call at a time. Raises InvalidRequestError for an image that cannot be used,
+        OverloadedError if the machine has no memory or no process, and InternalRequestError if the
+        model's settings are wrong.
+        """
+        await self._wait_until_started()
+        done = await self._do_task(encoded, name, detail)
+        if done.error:
+            raise _error(done)
+        return done
+
+    async def close(self) -> None:
+        """End the process."""
+        self._is_closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+        await self._end()
+
+    def _has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    async def _wait_until_started(self) -> None:
+        self.warm_up()
+        assert self._starting is not None
+        try:
+            await asyncio.shield(self._starting)
+        except (OSError, EOFError):  # TimeoutError is one of the former
+            raise OverloadedError("there is no process for images") from None
+
+    async def _start(self) -> None:
+        """Start the process and wait until it is ready.
+
+        Raises OSError, EOFError or TimeoutError if it does not become ready, InternalRequestError
+        for settings of the model that it cannot use.
+        """
+        await self._end()
+        with contextlib.ExitStack() as opened:
+            self._file = os.memfd_create("tokend-image")
+            opened.callback(os.close, self._file)
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._channel = opened.enter_context(pair[0])
+            self._channel.setblocking(False)
+            with pair[1] as theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", MODULE, str(self._file), *self._arguments],
+                    stdin=theirs.fileno(),
+                    pass_fds=[self._file],
+                )
+            self._opened = opened.pop_all()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                done = await self._receive()
+        except BaseException:
+            await self._end()
+            raise
+        if done.error:
+            await self._end()
+            raise InternalRequestError(f"images cannot be processed: {done.error}")
+
+    async def _do_task(self, encoded: bytes, name: str, detail: str) -> ImageDone:
+        """Have an image processed; ends the process that fails, and starts the next one."""
+        task = ImageTask(len(encoded), name, detail, self._seconds + 1.0)
+        try:
+            async with asyncio.timeout(self._seconds):
+                await asyncio.to_thread(self._write, encoded)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(self._channel, encode(task))
+                done = await self._receive()
+        except TimeoutError:
+            await self._replace()
+            raise InvalidRequestError(
+                f"processing the image takes longer than {self._seconds:g} s"
+            ) from None
+        except (OSError, EOFError):
+            status = await self._replace()
+            if status in [-number for number in _OWN_FAULTS]:
+                raise InvalidRequestError("the image cannot be processed") from None
+            if status == -signal.SIGPROF:
+                raise InvalidRequestError("processing the image takes too long") from None
+            raise OverloadedError("the process for images has ended") from None
+        except BaseException:
+            await self._end()
+            raise
+        if done.is_last:
+            await self._replace()
+        else:
+            os.ftruncate(self._file, 0)
+        return done
+
+    def _write(self, encoded: bytes) -> None:
+        """Write an encoded image; raises OSError if there is no memory."""
+        with open(self._file, "wb", closefd=False) as file:
+            file.seek(0)
+            file.write(encoded)
+
+    async def _receive(self) -> ImageDone:
+        """Return the next message; raises EOFError or OSError if the process has ended."""
+        loop = asyncio.get_running_loop()
+        frame = await loop.sock_recv(self._channel, MAX_FRAME)
+        if not frame:
+            raise EOFError
+        return _DECODER.decode(frame)
+
+    async def _replace(self) -> int | None:
+        """End the process, start the next one, and return the exit status."""
+        status = await self._end()
+        if not self._is_closed:
+            self.warm_up()
+        return status
+
+    async def _end(self) -> int | None:
+        """End the process and return the exit status that it had, None if it still ran."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        self._opened.close()  # it ends when it has read all
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, 0.1)
+        status = process.poll()
+        process.kill()
+        await asyncio.to_thread(process.wait)
+        return status
+
+
+def _error(done: ImageDone) -> InvalidRequestError | OverloadedError:
+    if done.kind == "host":
+        return OverloadedError(done.error)
+    return InvalidRequestError(done.error)
+
+
+def _retrieve_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()  # else asyncio would log that it was never retrieved

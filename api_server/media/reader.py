@@ -1,0 +1,297 @@
+"""Images of requests as pixels in shared memory: `MediaReader`.
+
+ImageSource ─▶ encoded bytes ─▶ digest ─▶ kept? ─ yes ──────────────────┬─▶ LoadedImage
+               (sources.py)              └─ no ─▶ decode, make pixels ──┘
+                                                  (processing.py)
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from api_server.media.pixel_store import MediaLease, PixelStore, StoredImage, UuidKey
+from api_server.media.placeholders import TILED, Placeholders, read_placeholders
+from api_server.media.processing import MediaProcess
+from api_server.media.settings import processor_settings
+from api_server.media.sources import INLINE_CHARACTERS, ImageSources
+from api_server.turns import Turns
+from proto.errors import InternalRequestError, InvalidRequestError, OverloadedError
+from proto.messages.multimodal import SharedPixels
+from proto.messages.prepared_model import PreparedModel
+from proto.runtime.run_directory import pixels_folder
+from proto.settings.config import MediaConfig
+
+WAIT_SECONDS: Final = 30.0
+"""Time that an image waits for those of other requests to be processed."""
+SPACE_SECONDS: Final = 20.0
+"""Time that an image then waits for requests to end whose images take all memory."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image as a request has it.
+
+    url: a data URI, or a URL of http, https or file; None for an image that is known by its uuid.
+    uuid: the client's name for it; with a URL it is the name from now on. detail: "low", "high" or
+    "auto". param: where it is in the request, for errors.
+    """
+
+    url: str | None
+    uuid: str | None
+    detail: str
+    param: str
+
+
+@dataclass(frozen=True)
+class LoadedImage:
+    """An image whose pixels the workers can read.
+
+    mm_hash, pixels, grid, num_embeds: as in MultiModalFeature. expansion: text that replaces the
+    placeholder in the prompt. lease: to be released when the request ends.
+    """
+
+    mm_hash: bytes
+    pixels: SharedPixels
+    grid: tuple[int, ...]
+    num_embeds: int
+    expansion: str
+    lease: MediaLease
+
+
+class MediaReader:
+    """Reads the images of requests for one model.
+
+    placeholders: how they stand in its prompts. settings: bytes that differ whenever the same image
+    has other pixels. has_detail: whether detail "low" differs from the others.
+    """
+
+    def __init__(
+        self,
+        config: MediaConfig,
+        placeholders: Placeholders,
+        process: MediaProcess,
+        store: PixelStore,
+        sources: ImageSources,
+        settings: bytes,
+        has_detail: bool,
+    ) -> None:
+        self._config = config
+        self._placeholders = placeholders
+        self._process = process
+        self._store = store
+        self._sources = sources
+        self._has_detail = has_detail
+        self._settings = hashlib.sha256(settings).digest()
+        self._turns = Turns(1)
+        self._running: dict[bytes, asyncio.Task[None]] = {}  # images that are processed now
+
+    @classmethod
+    def create(
+        cls,
+        model: PreparedModel,
+        config: MediaConfig,
+        run_dir: str,
+        owner: str,
+        token_text: Callable[[int], str],
+    ) -> "MediaReader":
+        """Return the reader of a model that has a vision part; raises ModelError.
+
+        owner: index and incarnation of the front end with a dot between them. token_text: text of a
+        token id.
+        """
+        assert model.vision is not None
+        architecture = model.vision.architecture
+        store = PixelStore(pixels_folder(run_dir), owner, config.media_memory)
+        store.make_folder()
+        process = MediaProcess(
+            store.folder,
+            model.folder,
+            architecture,
+            config.max_image_pixels,
+            config.media_timeout,
+        )
+        settings = [architecture, processor_settings(model.folder)]
+        return cls(
+            config,
+            read_placeholders(model, token_text),
+            process,
+            store,
+            ImageSources(config),
+            json.dumps(settings, sort_keys=True).encode(),
+            architecture in TILED,
+        )
+
+    @property
+    def placeholder(self) -> str:
+        """Text that the chat template writes for an image."""
+        return self._placeholders.placeholder
+
+    @property
+    def image_token(self) -> str:
+        """Text of the token whose embedding is replaced by a row of encoder output."""
+        return self._placeholders.image_token
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pixels that are kept."""
+        return self._store.num_bytes
+
+    def warm_up(self) -> None:
+        """Start the process for images now, so that the first one need not wait for it."""
+        self._process.warm_up()
+
+    async def close(self) -> None:
+        """End the process; pixels go with the last request that uses them."""
+        self._store.close()
+        await self._process.close()
+
+    async def read(
+        self, sources: Sequence[ImageSource], tenant: int, salt: str | None
+    ) -> list[LoadedImage]:
+        """Return the images of a request, in order.
+
+        tenant, salt: others cannot find these images by their content or uuid. Raises
+        InvalidRequestError, OverloadedError or InternalRequestError, whose message begins with the
+        `param` of the image at fault, and ClientDisconnect.
+        """
+        limit = self._config.max_images
+        if len(sources) > limit:
+            param = sources[limit].param
+            raise InvalidRequestError(
+                f"{param}: a prompt has at most {limit} images (--limit-mm-per-prompt), got "
+                f"{len(sources)}",
+                param,
+            )
+        with ExitStack() as undo:
+            loaded: list[LoadedImage] = []
+            for source in sources:
+                own_bytes = {each.mm_hash: 4 * math.prod(each.pixels.shape) for each in loaded}
+                try:
+                    image = await self._load(source, tenant, salt, sum(own_bytes.values()))
+                except (InvalidRequestError, OverloadedError, InternalRequestError) as error:
+                    message = f"{source.param}: {error.message}"
+                    raise type(error)(message, source.param) from None
+                lease = self._store.lease_image(image)
+                undo.callback(lease.release)
+                loaded.append(
+                    LoadedImage(
+                        image.mm_hash,
+                        image.pixels,
+                        image.grid,
+                        image.num_embeds,
+                        image.expansion,
+                        lease,
+                    )
+                )
+            undo.pop_all()
+        return loaded
+
+    async def _load(
+        self, source: ImageSource, tenant: int, salt: str | None, own_bytes: int
+    ) -> StoredImage:
+        """Return an image, which has to be leased before others run.
+
+        own_bytes: pixels of the images that the request has already.
+        """
+        detail = "low" if self._has_detail and source.detail == "low" else ""
+        key = None if source.uuid is None else UuidKey(tenant, salt, detail, source.uuid)
+        if source.url is None:
+            image = None if key is None else self._store.find_uuid(key)
+            if image is None:
+                raise InvalidRequestError("no image is kept under this uuid: send it once more")
+            return image
+        encoded = await self._sources.read(source.url)
+        if len(encoded) <= INLINE_CHARACTERS:
+            mm_hash = self._digest(encoded, detail, tenant, salt)
+        else:
+            mm_hash = await asyncio.to_thread(self._digest, encoded, detail, tenant, salt)
+        image = await self._find_or_process(mm_hash, encoded, detail, own_bytes)
+        if key is not None:
+            self._store.name_image(key, image)
+        return image
+
+    def _digest(self, encoded: bytes, detail: str, tenant: int, salt: str | None) -> bytes:
+        """Return the mm_hash of an encoded image.
+
+        Lengths stand before texts, so that no two lists of parts have the same bytes.
+        """
+        salted = "" if salt is None else f"{len(salt)}:{salt}"
+        head = f"{tenant},{detail},{salted},{len(encoded)}:"
+        digest = hashlib.sha256(self._settings)
+        digest.update(head.encode(errors="surrogatepass"))
+        digest.update(encoded)
+        return digest.digest()
+
+    async def _find_or_process(
+        self, mm_hash: bytes, encoded: bytes, detail: str, own_bytes: int
+    ) -> StoredImage:
+        """Return an image, which is processed only once if several requests have it.
+
+        The task belongs to the request that comes first, but does not end with it; the others try
+        by themselves if it fails.
+        """
+        while True:
+            image = self._store.find_image(mm_hash)
+            if image is not None:
+                return image
+            running = self._running.get(mm_hash)
+            if running is not None:
+                await asyncio.wait({running})
+                continue
+            task = asyncio.create_task(self._process_image(mm_hash, encoded, detail, own_bytes))
+            self._running[mm_hash] = task
+            task.add_done_callback(lambda done: self._note_end(mm_hash, done))
+            await asyncio.shield(task)
+
+    def _note_end(self, mm_hash: bytes, task: asyncio.Task[None]) -> None:
+        del self._running[mm_hash]
+        if not task.cancelled():
+            task.exception()  # else asyncio would log that it was never retrieved
+
+    async def _process_image(
+        self, mm_hash: bytes, encoded: bytes, detail: str, own_bytes: int
+    ) -> None:
+        """Put an image into the store, one at a time."""
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await self._turns.take()
+        except TimeoutError:
+            raise OverloadedError("other images keep the image processor busy") from None
+        name = self._store.new_name()
+        try:
+            done = await self._process.process(encoded, name, detail)
+            expansion = self._placeholders.expand(done.shape, done.grid)
+            image = StoredImage(
+                mm_hash,
+                SharedPixels(name, done.shape),
+                done.grid,
+                expansion.num_embeds,
+                expansion.text,
+                4 * math.prod(done.shape),
+            )
+            await self._store_image(image, own_bytes)
+        except BaseException:
+            self._store.remove_file(name)
+            raise
+        finally:
+            self._turns.give_back()
+
+    async def _store_image(self, image: StoredImage, own_bytes: int) -> None:
+        limit = self._config.media_memory
+        if own_bytes + image.num_bytes > limit:
+            raise InvalidRequestError(
+                f"the pixels of the images up to this one take {own_bytes + image.num_bytes} "
+                f"bytes, more than the limit of {limit} (--media-memory)"
+            )
+        try:
+            async with asyncio.timeout(SPACE_SECONDS):
+                await self._store.add_image(image)
+        except TimeoutError:
+            raise OverloadedError(
+                "images of other requests take all memory for them (--media-memory)"
+            ) from None
