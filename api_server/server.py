@@ -25,6 +25,7 @@ from api_server.engine.health import Health
 from api_server.generation.app_state import AppState, ModelTexts
 from api_server.generation.encoders.responses.peers import FrontEndPeers
 from api_server.generation.encoders.responses.stored import StoredResponses
+from api_server.generation.images import MAX_IMAGES, ImageInput, MediaReader
 from api_server.generation.sampling import seeds
 from api_server.generation.tracing import RequestTracer
 from api_server.http.connection import MAX_BODY_BYTES, Reception
@@ -108,8 +109,10 @@ async def _report_ready(app_state: AppState, clock: PhaseClock) -> None:
     app_state.supervisor.send(FrontEndReady(app_state.supervisor.index, clock.phases))
 
 
-def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) -> AppState:
-    """Return the application's state. link: to the engine."""
+def make_app_state(
+    boot: ProcessBoot, link: Link, supervisor: SupervisorLink, media: MediaReader | None = None
+) -> AppState:
+    """Return the application's state. link: to the engine. media: loads images, if it may."""
     model, config = boot.model, boot.config
     name, *aliases = config.model.served_names(model.name)
     metrics = Metrics(name, make_metric_sheet(boot), boot.incarnation, boot.num_hung)
@@ -158,6 +161,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         generation_defaults=texts.generation_defaults,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
         sampler=_make_sampler(config.trace.parsed_profiler(), boot.index),
+        images=ImageInput.of_model(texts.model.vision, texts.tokenizer, media, MAX_IMAGES),
         seeds=seeds(config.model.seed, boot.index),
     )
 
