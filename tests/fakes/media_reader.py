@@ -59,9 +59,7 @@ class FakeMediaReader:
             raise InvalidRequestError(f"{source.param}: no image can be read", source.param)
         return url
 
-    def _image(
-        self, url: str, source: ImageSource, tenant: int, salt: str | None
-    ) -> LoadedImage:
+    def _image(self, url: str, source: ImageSource, tenant: int, salt: str | None) -> LoadedImage:
         number = int(url[-1]) if url[-1].isdecimal() else 3
         digest = hashlib.sha256(repr((url, source.detail, tenant, salt)).encode()).digest()
         return LoadedImage(
