@@ -43,6 +43,12 @@ STRICT = PARTS.replace(
 """Takes parts in messages of the user only."""
 TEXT_PARTS = PARTS.replace("{% if part['type'] == 'image' %}<image>{% else %}", "{% if true %}")
 """Takes parts, and knows texts only."""
+ONLY_PARTS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+"""Takes parts, and no content that is a text, as SmolVLM's."""
 PNG = "data:image/png;base64,eA=="
 TWO, FOUR = "data:image/png;base64,eA2", "data:image/png;base64,eA4"
 ROWS = "<around>{}<around>"
@@ -204,7 +210,7 @@ async def test_gemma_writes_another_text_than_its_image_token(start, scripted, f
             assert f"messages[0]: a text beside images must not contain {mark}" in error["message"]
 
 
-@pytest.mark.parametrize("template", [PARTS, STRICT, TEMPLATE])
+@pytest.mark.parametrize("template", [PARTS, STRICT, TEMPLATE, ONLY_PARTS])
 async def test_the_result_of_a_tool_has_images(serve, scripted, template):
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     messages = [
@@ -467,7 +473,7 @@ async def test_blocks_of_images(serve, scripted, reader):
         assert counted.json() == {"input_tokens": number}
 
 
-@pytest.mark.parametrize("template", [PARTS, STRICT, TEMPLATE])
+@pytest.mark.parametrize("template", [PARTS, STRICT, TEMPLATE, ONLY_PARTS])
 async def test_images_in_the_result_of_a_tool(serve, scripted, template):
     result = {
         "type": "tool_result",
@@ -549,7 +555,7 @@ async def test_input_images(serve, scripted, reader):
         assert reader.num_leases == 0
 
 
-@pytest.mark.parametrize("template", [PARTS, STRICT, TEMPLATE])
+@pytest.mark.parametrize("template", [PARTS, STRICT, TEMPLATE, ONLY_PARTS])
 async def test_images_in_the_output_of_a_function(serve, scripted, template):
     items = [
         {"role": "user", "content": "look"},
@@ -590,7 +596,7 @@ async def test_errors_name_the_item(serve, scripted):
 async def test_roles_are_merged_with_their_images(serve, scripted):
     """For a template in which user and assistant alternate."""
     alternating = (
-        "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('take turns') }}{% endif %}{% endfor %}" + PARTS
     )
     async with serve(scripted("Hi"), alternating) as front_end:
