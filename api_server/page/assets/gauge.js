@@ -7,16 +7,17 @@ const PAUSE_MS = 400;
 let timer = null;
 let counting = new AbortController();
 
-/** Counts soon. fields(): returns those of /tokenize; null if there is nothing to count. */
+/** Counts soon. fields(withImages): returns those of /tokenize; null if there is nothing to count. */
 export function countTokens(fields) {
   clearTimeout(timer);
   counting.abort();
   timer = setTimeout(() => count(fields), PAUSE_MS);
 }
 
-async function count(fields) {
+/** Counts, with the names of images first: they are sent only if the server has not kept them. */
+async function count(fields, withImages = false) {
   if (!model()) return;
-  const wanted = fields();
+  const wanted = fields(withImages);
   if (wanted === null) {
     showTokens(0);
     return;
@@ -27,6 +28,7 @@ async function count(fields) {
     showTokens((await response.json()).count);
   } catch (error) {
     if (error.name === "AbortError") return;
+    if (!withImages && error.param?.endsWith("image_url")) return count(fields, true);
     if (error.param === "messages" && error.status === 400) showTokens(Infinity); // longer than is counted
     else byId("gauge").hidden = true; // the request itself will say why
   }
