@@ -331,10 +331,10 @@ export class Chat {
 
   #count() {
     if (this.open.run) return;
-    countTokens((withImages) => {
+    countTokens((kept) => {
       const { now } = this.open;
       const next = this.hasDraft ? this.#asked() : { ...now, leaf: lastAnswered(now) };
-      const messages = messagesTo(next, next.leaf, systemMessage(), withImages);
+      const messages = messagesTo(next, next.leaf, systemMessage(), kept);
       if (!messages.length) return null;
       try {
         return { messages, ...tools(), add_generation_prompt: messages.at(-1).role !== "assistant" };

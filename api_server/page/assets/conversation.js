@@ -95,22 +95,22 @@ export function lastAnswered(conversation) {
 
 /**
  * Returns the messages of a request: the turns from the root to `id`. The reasoning of earlier answers is left
- * out, except since the last question, where the model goes on from it. withImages: false to name images that
- * the server may have kept instead of sending them.
+ * out, except since the last question, where the model goes on from it. kept: ids of images that the server has,
+ * which are named instead of sent.
  */
-export function messagesTo(conversation, id, system = "", withImages = true) {
+export function messagesTo(conversation, id, system = "", kept = new Set()) {
   const path = pathOf(conversation, id).filter((turn) => !isEmptyAnswer(turn));
   const lastQuestion = path.findLastIndex((turn) => turn.role === "user");
-  const messages = path.map((turn, at) => messageOf(turn, at > lastQuestion, withImages));
+  const messages = path.map((turn, at) => messageOf(turn, at > lastQuestion, kept));
   return system ? [{ role: "system", content: system }, ...messages] : messages;
 }
 
-function messageOf(turn, withReasoning, withImages) {
+function messageOf(turn, withReasoning, kept) {
   if (turn.role === "tool") return { role: "tool", tool_call_id: turn.toolCallId, content: turn.content };
   const message = { role: turn.role, content: turn.content };
   if (turn.images?.length) {
     const text = turn.content ? [{ type: "text", text: turn.content }] : [];
-    const part = ({ id, url }) => ({ type: "image_url", image_url: withImages ? { url } : null, uuid: id });
+    const part = ({ id, url }) => ({ type: "image_url", image_url: kept.has(id) ? null : { url }, uuid: id });
     message.content = [...turn.images.map(part), ...text];
   }
   if (withReasoning && turn.reasoning) message.reasoning = turn.reasoning;

@@ -4,20 +4,20 @@ import { byId, figure } from "./dom.js";
 import { model, modelField } from "./models.js";
 
 const PAUSE_MS = 400;
+const kept = new Set(); // ids of the images that were counted, which are not sent again to be counted
 let timer = null;
 let counting = new AbortController();
 
-/** Counts soon. fields(withImages): returns those of /tokenize; null if there is nothing to count. */
+/** Counts soon. fields(kept): returns those of /tokenize; null if there is nothing to count. kept: images. */
 export function countTokens(fields) {
   clearTimeout(timer);
   counting.abort();
   timer = setTimeout(() => count(fields), PAUSE_MS);
 }
 
-/** Counts, with the names of images first: they are sent only if the server has not kept them. */
-async function count(fields, withImages = false) {
+async function count(fields) {
   if (!model()) return;
-  const wanted = fields(withImages);
+  const wanted = fields(kept);
   if (wanted === null) {
     showTokens(0);
     return;
@@ -26,9 +26,15 @@ async function count(fields, withImages = false) {
   try {
     const response = await post("tokenize", { ...modelField(), ...wanted }, counting.signal);
     showTokens((await response.json()).count);
+    for (const { content } of wanted.messages) {
+      if (Array.isArray(content)) for (const { uuid } of content) if (uuid) kept.add(uuid);
+    }
   } catch (error) {
     if (error.name === "AbortError") return;
-    if (!withImages && error.param?.endsWith("image_url")) return count(fields, true);
+    if (kept.size && error.param?.endsWith("image_url")) {
+      kept.clear(); // the server had to evict one
+      return count(fields);
+    }
     if (error.param === "messages" && error.status === 400) showTokens(Infinity); // longer than is counted
     else byId("gauge").hidden = true; // the request itself will say why
   }
