@@ -1287,8 +1287,8 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ),
     (
         "images",
-        "drafts draft_model adapters ranks host_kv stored_kv kv_events kv_8_bits states transformers "
-        "cpu cuda invariant cascade async reload priority agents beams prompt_logprobs experts",
+        "drafts draft_model adapters ranks host_kv stored_kv kv_events kv_8_bits states cpu cuda "
+        "transformers invariant cascade async reload priority agents beams prompt_logprobs experts",
         Untested(),
     ),
     ("pooling", "encoders", Works("worker/test_encoders.py::test_embeddings_of_packed_texts")),
