@@ -20,7 +20,6 @@ from api_server.engine.async_link import SupervisorLink
 from api_server.engine.engine_client import connect_engine
 from api_server.engine.health import InFlightCounter
 from api_server.generation.app_state import AppState, ModelTexts
-from api_server.generation.images import ImageInput
 from proto.errors import ModelError
 from proto.messages.lifecycle import (
     AbortRequests,
@@ -172,10 +171,7 @@ class EngineSwitch:
             tokenizer=texts.tokenizer,
             chat_template=texts.chat_template,
             harmony=texts.harmony,
-            images=old.images
-            and ImageInput.of_model(
-                texts.model.vision, texts.tokenizer, old.images.reader, old.images.max_images
-            ),
+            images=None if texts.model.vision is None else old.images,
             generation_defaults=texts.generation_defaults,
             vocabulary=texts.vocabulary,
             epoch=epoch,

@@ -15,14 +15,10 @@ from itertools import chain, zip_longest
 from typing import Any, Final, Protocol
 
 from api_server.protocol.chat import ConversationFields, Message
-from api_server.text.tokenizer import ModelTokenizer
-from proto.errors import InvalidRequestError, ModelError, shown
+from proto.errors import InvalidRequestError, shown
 from proto.messages.multimodal import MultiModalFeature, SharedPixels
-from proto.messages.prepared_model import VisionFacts
 
-PLACEHOLDERS: Final = {"Gemma3ForConditionalGeneration": "<start_of_image>"}
-"""Architecture → what its chat templates write for an image; others write the image token."""
-MAX_IMAGES: Final = 999
+MAX_IMAGES: Final = 64
 """Most images of a request, by default."""
 _OTHER_TEXTS: Final = {"tools", "documents", "chat_template_kwargs"}
 """Fields beside the messages whose texts may be part of the prompt."""
@@ -65,12 +61,22 @@ class LoadedImage:
 
 
 class MediaReader(Protocol):
-    """Loads images and puts their pixels into shared memory."""
+    """Loads images of requests for one model, and puts their pixels into shared memory."""
+
+    @property
+    def placeholder(self) -> str:
+        """Text that the chat template writes for an image."""
+        ...
+
+    @property
+    def image_token(self) -> str:
+        """Text of the token that stands for a row of encoder output."""
+        ...
 
     async def read(
         self, sources: Sequence[ImageSource], tenant: int, salt: str | None
     ) -> list[LoadedImage]:
-        """Return the images; raise InvalidRequestError for one that cannot be read.
+        """Return the images; raise InvalidRequestError with the `param` of one that cannot be read.
 
         tenant, salt: images are found again within these only.
         """
@@ -81,35 +87,16 @@ class MediaReader(Protocol):
 class ImageInput:
     """How a model reads images.
 
-    placeholder: what the chat template writes for an image. image_token, image_token_id: the token
-    that stands for a row of encoder output. max_images: of a request.
+    image_token_id: of the reader's image token. max_images: of a request.
     """
 
     reader: MediaReader
-    placeholder: str
-    image_token: str
     image_token_id: int
-    max_images: int
+    max_images: int = MAX_IMAGES
 
-    @classmethod
-    def of_model(
-        cls,
-        vision: VisionFacts | None,
-        tokenizer: ModelTokenizer,
-        reader: MediaReader | None,
-        max_images: int,
-    ) -> "ImageInput | None":
-        """Return None for a model that reads no images.
-
-        Raises ModelError for a tokenizer without the image token.
-        """
-        if vision is None or reader is None or not max_images:
-            return None
-        (token,) = tokenizer.token_names([vision.image_token_id])
-        if token is None:
-            raise ModelError(f"the tokenizer has no image token {vision.image_token_id}")
-        placeholder = PLACEHOLDERS.get(vision.architecture, token)
-        return cls(reader, placeholder, token, vision.image_token_id, max_images)
+    @property
+    def placeholder(self) -> str:
+        return self.reader.placeholder
 
     def find_sources(self, request: ConversationFields) -> list[ImageSource]:
         """Return the images of the messages, in their order.
@@ -150,7 +137,7 @@ class ImageInput:
             ),
         )
         for where, text in texts:
-            for mark in (self.placeholder, self.image_token):
+            for mark in (self.placeholder, self.reader.image_token):
                 if mark in text:
                     raise InvalidRequestError(
                         f"{where}: a text beside images must not contain {shown(mark)}, which "
@@ -182,8 +169,14 @@ class ImageInput:
     async def load(
         self, sources: Sequence[ImageSource], tenant: int, salt: str | None, leases: ExitStack
     ) -> list[LoadedImage]:
-        """Return the images, whose leases `leases` releases when it is closed."""
-        images = await self.reader.read(sources, tenant, salt)
+        """Return the images, whose leases `leases` releases when it is closed.
+
+        Raises InvalidRequestError that names an image that cannot be read.
+        """
+        try:
+            images = await self.reader.read(sources, tenant, salt)
+        except InvalidRequestError as error:
+            raise type(error)(f"{error.param}: {error.message}", error.param) from None
         for image in images:
             leases.callback(image.lease.release)
         return images

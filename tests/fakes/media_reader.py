@@ -27,7 +27,9 @@ class FakeMediaReader:
     "bad" is refused, and so is a uuid that no image of the same tenant and salt had.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, placeholder: str = "<image>") -> None:
+        self.placeholder = placeholder
+        self.image_token = "<image>"
         self.calls: list[tuple[list[ImageSource], int, str | None]] = []
         self.num_leases = 0
         self._known: dict[tuple[int, str | None, str], str] = {}
@@ -52,11 +54,11 @@ class FakeMediaReader:
         if url is None:
             url = self._known.get((tenant, salt, source.uuid or ""))
             if url is None:
-                raise InvalidRequestError(f"{source.param}: no image is kept here", source.param)
+                raise InvalidRequestError("no image is kept here", source.param)
         elif source.uuid is not None:
             self._known[tenant, salt, source.uuid] = url
         if "bad" in url:
-            raise InvalidRequestError(f"{source.param}: no image can be read", source.param)
+            raise InvalidRequestError("no image can be read", source.param)
         return url
 
     def _image(self, url: str, source: ImageSource, tenant: int, salt: str | None) -> LoadedImage:
