@@ -118,6 +118,8 @@ async def build_chat_turn(
         stream = await builder.build_stream(prompts, options, output_format)
         (prompt_text,) = await builder.prompt_texts(prompts)
         stream.cleanup.callback(leases.pop_all().close)
+    if rendered.images:
+        builder.drop_messages()
     parsers = [output_format.new_choice_parser(app_state.metrics) for _ in range(body.n)]
     stream.choice_parsers = parsers
     response_options = builder.response_options(body.num_logprobs)

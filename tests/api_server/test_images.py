@@ -5,6 +5,7 @@ last digit of the URL says.
 """
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import pytest
 from anthropic.types import Message
 
 from api_server.generation.images import ImageInput
+from api_server.protocol.chat import ContentPart
 from proto.errors import ErrorInfo, InvalidRequestError
 from proto.messages.engine_io import EngineCoreRequest, FinishReason
 from proto.messages.prepared_model import PreparedModel, VisionFacts
@@ -432,6 +434,22 @@ async def test_a_request_keeps_its_images_when_its_engine_dies(serve, reader):
         engine.emit(again, [41], finish=FinishReason.LENGTH)
         assert (await answer).status_code == 200
         await released(reader)
+
+
+async def test_what_the_client_sent_is_freed_when_the_engine_has_the_request(serve):
+    url = f"{PNG}{'A' * 1000}"
+
+    def is_kept() -> bool:
+        return any(isinstance(each, ContentPart) and each.url == url for each in gc.get_objects())
+
+    async with serve(accepts=True) as front_end:
+        answer = asyncio.create_task(front_end.chat(messages=user(image(url))))
+        request = await front_end.engine.requests.get()
+        async with asyncio.timeout(10):
+            while is_kept():
+                await asyncio.sleep(0.01)
+        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert (await answer).status_code == 200
 
 
 async def test_the_log_has_the_number_of_images(serve, scripted, caplog):
