@@ -8,7 +8,7 @@ import asyncio
 import gc
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -635,6 +635,53 @@ async def test_roles_are_merged_with_their_images(serve, scripted):
         items = [*items, *user(input_image("bad"))]
         response = await respond(front_end, input=items)
         assert "input[2].content[0]: no image can be read" in response.json()["error"]["message"]
+
+
+ODD = (
+    None,
+    0,
+    1.5,
+    True,
+    "",
+    "x",
+    "\ud800",
+    "🦊" * 300,
+    [],
+    ["x"],
+    {},
+    {"url": 1},
+    {"type": "text"},
+)
+
+
+def variants(value: Any) -> Iterator[Any]:
+    """Yield a JSON value with each of its members replaced by each odd value."""
+    if isinstance(value, dict):
+        for name, member in value.items():
+            yield from ({**value, name: odd} for odd in ODD)
+            yield from ({**value, name: other} for other in variants(member))
+
+
+async def test_odd_parts_are_refused_in_all_apis(serve, scripted, reader):
+    chat = {"model": "toy", "messages": [], "max_tokens": 9}
+    cases = [
+        ("/v1/chat/completions", chat, "messages", {**image(detail="low"), "uuid": "a"}),
+        ("/v1/messages", chat, "messages", block()),
+        ("/v1/messages", chat, "messages", block("https://a.example/b")),
+        ("/v1/responses", {"model": "toy"}, "input", input_image(detail="low")),
+    ]
+    async with serve(scripted("Hi")) as front_end:
+        for path, body, field, part in cases:
+            for odd in variants(part):
+                content = json.dumps({**body, field: user(odd)})
+                response = await front_end.http.post(
+                    path, content=content, headers={"content-type": "application/json"}
+                )
+                assert response.status_code in (200, 400), (path, odd, response.text)
+                if response.status_code == 400:
+                    place = f"{field}[0]"
+                    assert place in response.text, (path, odd, response.text)
+        await released(reader)
 
 
 # The official clients.
