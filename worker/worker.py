@@ -2,7 +2,7 @@
 
     supervisor ── boot ──▶ load weights ── WorkerReady ──▶ engine
     engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ engine
-    engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ──▶ engine
+    engine ── SchedulerOutput ──▶ its runner ── ModelRunnerOutput ──▶ engine
     engine ── GrammarOutput ──▶ before sampling, if the step has constrained rows
 
 When the engine dies, the supervisor sends the epoch of the next one (`NewEngine`). The worker drops

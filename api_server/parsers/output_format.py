@@ -71,7 +71,7 @@ class OutputFormat:
         return self._after_reasoning(self.tool_calls.new_parser())
 
     def new_reasoning_parser(self) -> OutputParser:
-        """Return a parser whose content has the calls of tools, for `tool_calls`' parser."""
+        """Return a parser that separates reasoning alone; calls of tools stay in its content."""
         return self._after_reasoning(PLAIN_TEXT)
 
     def _after_reasoning(self, content_parser: OutputParser) -> OutputParser:

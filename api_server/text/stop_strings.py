@@ -65,7 +65,7 @@ class StopStrings:
                     stop = self._strings[found[state]]
                     self._state, self._held = 0, ""
                     return text[: end if self._includes_stop else end - len(stop)], stop
-                while codes[state] < 0 and state not in branches:  # no longer string begins so
+                while codes[state] < 0 and state not in branches:  # none begins so that is longer
                     state = fallbacks[state]
         keep = automaton.lengths[state]
         self._state, self._held = state, text[len(text) - keep :]

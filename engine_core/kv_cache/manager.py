@@ -96,8 +96,8 @@ class KVCacheManager:
         self._pending_state_copies = PendingCopies()
         self.transfer_refs = TransferRefs(self.pool)
         self.reclaim_blocks: Callable[[int], None] | None = None
-        # By seq_id, of all requests with blocks: an allocation for fewer tokens than this
-        # changes nothing: it needs no new block, frees none of a window and completes none.
+        # By seq_id, of all requests with blocks: a number of tokens, below which an allocation
+        # needs no new block, frees none of a window and completes none.
         self._unchanged_below: dict[int, int] = {}
         # By seq_id, of requests with KV that is being loaded: tokens before that KV.
         self._confirmed_until: dict[int, int] = {}
@@ -569,7 +569,7 @@ class KVCacheManager:
     def _hits_fit(self, computed: CachedPrefix, num_free: int) -> bool:
         """Return whether at most `num_free` of the hits are blocks that are free now.
 
-        They are counted only if there are more hits than that.
+        If there are no more hits than that, none is looked at.
         """
         num_hits = sum(map(len, self._hits_of_pool(computed)))
         return num_hits <= num_free or self._num_free_hits(computed) <= num_free

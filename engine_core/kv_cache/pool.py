@@ -202,8 +202,8 @@ class BlockPool:
         """Move free blocks to the front of the free queue, but not shared ones.
 
         The last block is then evicted first. They can still be found until they are overwritten.
-        Does nothing while blocks without content are at the front: behind those they would be next,
-        and before them they would lose content while the pool has blocks without any.
+        Does nothing while blocks without content are at the front of the queue: these are to be
+        used before any block that has content.
         """
         queue = self.free_queue
         if self.hashes[queue.peek()] is not None:

@@ -245,7 +245,7 @@ class KVTransferManager(SchedulerFeature):
         return needed <= kv_cache.num_available_blocks
 
     def begin_load(self, candidate: Candidate) -> None:
-        """Park the head of the queue, which was given blocks, while its KV is loaded."""
+        """Park a request of the queue, which was given blocks, while its KV is loaded."""
         request = candidate.request
         num_tokens = candidate.num_computed_tokens + candidate.num_external_tokens
         self._waiting.park_request(request)

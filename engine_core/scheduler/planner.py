@@ -138,30 +138,42 @@ class StepPlanner:
     def step_limit(self, plan: StepPlan) -> str:
         """Return what made a planned step shorter than its token budget; "" if it is full.
 
-        preemption     requests were preempted and none was admitted (`plan_requests`)
+        The first of these that applies, in this order:
+
+        preemption     requests were preempted and none was admitted (`plan_requests`,
+                       `TenantFairness.must_wait_after_preemption`)
         prompt tokens  decoding requests would wait too long with more of them
                        (`PrefillThrottle.prompt_tokens`, `_plan_running`, `_admit`)
+
+        if a request waits that no feature holds back:
+
         sequences      --max-num-seqs requests run, or as many as a step has tokens
                        (`_can_run_one_more`)
         drafts         they take the positions (rows that a step samples) of another request
                        (`_has_position`)
-        tenants        the next request waits for others that were served less
+        results        it waits for the result of a step in flight (`_admit`)
+        tenants        it waits for others that were served less
                        (`TenantFairness.waits_for_deferred`)
-        chunks         the next prompt fits in no chunk (--no-enable-chunked-prefill), or a prompt
-                       has as many tokens as one may (--long-prefill-token-threshold)
-                       (`ChunkRule.first_chunk`, `_plan_running`)
-        blocks         the pool has no block, or no slot for a recurrent state, for a request, or a
-                       rule keeps it (`_has_room`, admission_rules.py:rules_of)
-        blocked        features hold all waiting requests back (`_is_blocked`); their statuses say
-                       which
-        results        requests wait for the result of a step in flight, or for a mask
-                       (`_plan_running`, `_admit`)
+        chunks         its prompt fits in no chunk (--no-enable-chunked-prefill,
+                       `ChunkRule.first_chunk`)
+        blocks         the pool has no block, or no slot for a recurrent state, for it, or a rule
+                       keeps it (`_has_room`, `_load`, admission_rules.py:rules_of)
+
+        if none does:
+
+        chunks         a prompt has as many tokens as one may (--long-prefill-token-threshold,
+                       `_plan_running`)
+        blocks         a running request lacks them and may preempt none (`_plan_running`)
+        blocked        features hold all waiting requests back (`_is_blocked`): for each
+                       RequestStatus.WAITING_FOR_… one
+        results        running requests wait for the result of a step in flight, or for a mask
+                       (`_plan_running`)
         requests       all have their tokens, and none waits
 
-        The first of them that applies is returned. While the engine is paused nothing is planned,
-        and `Scheduler.schedule` says "pause". Two things that shorten a step have no word: a
-        draft is dropped for lack of blocks (`_plan_running`), and a row is taken out after planning
-        because its mask is late (`Scheduler.rewind_rows`).
+        While the engine is paused nothing is planned, and `Scheduler.schedule` says "pause". Three
+        things that shorten a step have no word: a draft is dropped for lack of blocks
+        (`_plan_running`), a request that this step has preempted is not admitted by it (`_admit`),
+        and a row is taken out after planning because its mask is late (`Scheduler.rewind_rows`).
         """
         waiting, chunks = self._waiting, self._chunks
         if plan.budget <= 0:
@@ -447,7 +459,7 @@ class StepPlanner:
         return False
 
     def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
-        """Admit the head of the queue; False if it has to wait.
+        """Admit a waiting request, most often the head of the queue; False if it has to wait.
 
         Also returns True if a running request was preempted for it: then it is considered again,
         because the prefix that it found in the cache may be gone.
@@ -511,7 +523,7 @@ class StepPlanner:
         return True
 
     def _load(self, candidate: Candidate, plan: StepPlan) -> bool:
-        """Park the head of the queue with blocks for KV to be loaded; False if it has to wait.
+        """Park a waiting request with blocks for KV to be loaded; False if it has to wait.
 
         The admission rules apply as to a request that runs at once, because its blocks are taken
         now. If no request runs or loads, whose end would free blocks, pending requests lose their

@@ -153,9 +153,9 @@ class NonRunningBlocks:
 
 
 class Preemption:
-    """Frees blocks: first of requests that do not run, then of one running request at a time.
+    """Frees blocks of idle requests, then of one running request at a time: `preempt_one`.
 
-    watermarks: None without any. The planner reads these and `non_running_blocks`, too.
+    watermarks: None without any. The planner reads the watermarks and `non_running_blocks`, too.
     Nothing is copied: the tokens of a preempted request stay in the Request. What the prefix cache
     does not hold any more is recomputed, or loaded by a connector (`SwapRule`).
     """
@@ -186,11 +186,10 @@ class Preemption:
             self.preempt_one(plan, 0)
 
     def preempt_one(self, plan: StepPlan, num_planned: int) -> int:
-        """Preempt one running request; return its index in the running list.
+        """Free the blocks of one request: an idle one, else a running one, which is preempted.
 
-        An idle request that holds blocks loses them instead, and if only one request runs, so does
-        a pending one; then the returned index is the length of the list, behind all running
-        requests.
+        If only one request runs, a pending one loses its blocks instead. Returns the index of the
+        preempted request in the running list, or the length of the list if none was preempted.
 
         num_planned: leading requests of the running list that the plan may include. If the plan
         includes the preempted request, it is removed: its tokens return to the budget, and blocks

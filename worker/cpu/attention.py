@@ -95,7 +95,7 @@ class CpuAttention:
         }
         self._groups = [self._step(window) for window in kv_cache.layout.windows]
         self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.layer_slots))]
-        calls = [self._call(layer) for layer in range(len(self._layers))]
+        calls = [self._describe_layer(layer) for layer in range(len(self._layers))]
         self._calls = (AttentionCall * len(calls))(*calls)
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
@@ -186,7 +186,7 @@ class CpuAttention:
             head_stride=key.stride(1),
         )
 
-    def _call(self, layer: int) -> AttentionCall:
+    def _describe_layer(self, layer: int) -> AttentionCall:
         layout = self._kv_cache.layout
         group = layout.layer_slots[layer].group
         plan = self._plans[layout.windows[group]].structure

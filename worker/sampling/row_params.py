@@ -30,10 +30,10 @@ seed, choice, position: the key of a draw; position is the index of the output t
 The others: DRAW_PARAMETERS of proto/messages/sampling_params.py, in that order.
 """
 FILTERS: Final = tuple(name for name in DRAW_PARAMETERS if name != "temperature")
-"""Parameters that remove tokens, in the order of `DRAW_PARAMETERS`.
+"""Parameters that remove tokens, listed as in `DRAW_PARAMETERS`.
 
-Every device applies them in this order: min-p, then top-k, then top-p, each to the
-tokens that the one before leaves. A row with all of them at their defaults needs no filter.
+Every device applies min-p first, then top-k, then top-p, each to the tokens that the one before
+leaves. A row with all of them at their defaults needs no filter.
 """
 
 RowParams = npt.NDArray[np.void]

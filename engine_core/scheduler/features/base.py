@@ -19,7 +19,7 @@ Unblock = Callable[[Request], None]
 
 
 class Candidate:
-    """The request at the head of the queue, and the KV from which it can start.
+    """A waiting request that may be admitted next, and the KV from which it can start.
 
     The prefix cache is looked up on demand, once. Sibling forks may offer the KV of a fork instead.
     num_external_tokens: tokens after the cached prefix whose KV the connector has. loads_async:
@@ -110,7 +110,7 @@ class SchedulerFeature(Protocol):
         return None
 
     def is_blocked(self, candidate: Candidate) -> bool:
-        """Return whether the request at the head of the queue has to wait.
+        """Return whether a request that could be admitted next has to wait.
 
         If so, the feature unblocks it later, unless the request ends before.
         """

@@ -111,8 +111,8 @@ class TenantFairness(SchedulerFeature):
     def must_wait_after_preemption(self, request: Request, plan: StepPlan) -> bool:
         """Return whether a request waits because one of its tenant was preempted in this step.
 
-        The room is another tenant's, also if the request of that one has to wait after all, as for
-        a prefix of which the victim had a part. If no request runs, none waits.
+        The room was made for another tenant, and stays its own even if that tenant's request cannot
+        be admitted yet. If no request runs, none waits.
         """
         return (
             request.tenant in self._preempted_tenants and not plan.admitted and bool(self._running)

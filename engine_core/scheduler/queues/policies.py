@@ -40,7 +40,7 @@ class FCFSQueue(OrderedQueue):
 
     @staticmethod
     def preemption_key(request: Request) -> Any:
-        """Preempt the last request of the running list, which the step has not planned yet."""
+        """Preempt the last request of the running list, which a step plans last."""
         return -request.running_index
 
 

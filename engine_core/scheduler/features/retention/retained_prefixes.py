@@ -2,7 +2,7 @@
 
     turn 1 ends ─▶ retained for 2 s ─▶ its tool is known: for τ ─▶ turn 2 arrives: retained
                         │                   │                            │
-                        └──── expired, evicted for room, newer turn ─────┴─▶ it runs: released
+                        └──── expired, reclaimed, newer turn ────────────┴─▶ it runs: released
 
 Retained prefixes never keep a request from running: the KV cache counts blocks that only they
 reference as free, and reclaims the missing number at an allocation (`reclaim_blocks`). The least
@@ -65,8 +65,8 @@ class RetainedPrefixes:
 
     max_share, max_share_of_tenant: of the usable blocks, 0 to 1; a shared block counts once.
     Counters since `pop_counts`: num_taken; num_hit: the next turn found a cached prefix;
-    num_expired: of these also prefixes whose TTL had passed when it became known; num_evicted:
-    evicted for room or over a limit, each once, even if only a part was.
+    num_expired: released after their TTL, or at once if it has passed when it is set; num_evicted:
+    cut or released for room or over a limit, each counted once.
     """
 
     def __init__(
