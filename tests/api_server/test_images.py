@@ -679,8 +679,7 @@ async def test_odd_parts_are_refused_in_all_apis(serve, scripted, reader):
                 )
                 assert response.status_code in (200, 400), (path, odd, response.text)
                 if response.status_code == 400:
-                    place = f"{field}[0]"
-                    assert place in response.text, (path, odd, response.text)
+                    assert field in response.text, (path, odd, response.text)
         await released(reader)
 
 
