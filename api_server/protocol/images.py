@@ -86,7 +86,9 @@ def read_image_block(block: Json, where: str) -> Json:
     where: its path. Raises InvalidRequestError.
     """
     source = block.get("source")
-    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict):
+        raise _invalid(f"{where}.source", "must be an object with a type")
+    kind = source.get("type")
     if kind == "base64":
         media_type, data = source.get("media_type"), source.get("data")
         if not (isinstance(media_type, str) and _MEDIA_TYPE.fullmatch(media_type)):
