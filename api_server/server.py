@@ -25,6 +25,7 @@ from api_server.engine.health import Health
 from api_server.generation.app_state import AppState, ModelTexts
 from api_server.generation.encoders.responses.peers import FrontEndPeers
 from api_server.generation.encoders.responses.stored import StoredResponses
+from api_server.generation.images import ImageInput, MediaReader
 from api_server.generation.sampling import seeds
 from api_server.generation.tracing import RequestTracer
 from api_server.http.connection import MAX_BODY_BYTES, Reception
@@ -41,6 +42,7 @@ from api_server.supervisor_commands import EngineSwitch, run_commands
 from api_server.turns import return_freed_blocks
 from proto.messages.engine_io import request_ids
 from proto.messages.lifecycle import FrontEndReady, PhaseClock, ProcessBoot
+from proto.messages.prepared_model import PreparedModel
 from proto.runtime.process import REQUEST_LOOP_GC, freeze_heap
 from proto.runtime.security import server_context
 from proto.runtime.sockets import Link
@@ -108,8 +110,13 @@ async def _report_ready(app_state: AppState, clock: PhaseClock) -> None:
     app_state.supervisor.send(FrontEndReady(app_state.supervisor.index, clock.phases))
 
 
-def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) -> AppState:
-    """Return the application's state. link: to the engine."""
+def make_app_state(
+    boot: ProcessBoot, link: Link, supervisor: SupervisorLink, media: MediaReader | None = None
+) -> AppState:
+    """Return the application's state.
+
+    link: to the engine. media: loads images; None if the model reads text only.
+    """
     model, config = boot.model, boot.config
     name, *aliases = config.model.served_names(model.name)
     metrics = Metrics(name, make_metric_sheet(boot), boot.incarnation, boot.num_hung)
@@ -158,8 +165,15 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         generation_defaults=texts.generation_defaults,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
         sampler=_make_sampler(config.trace.parsed_profiler(), boot.index),
+        images=_make_image_input(texts.model, media),
         seeds=seeds(config.model.seed, boot.index),
     )
+
+
+def _make_image_input(model: PreparedModel, media: MediaReader | None) -> ImageInput | None:
+    if model.vision is None or media is None:
+        return None
+    return ImageInput(media, model.vision.image_token_id)
 
 
 def _make_sampler(config: ProfilerConfig | None, index: int) -> StackSampler | None:

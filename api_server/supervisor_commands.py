@@ -171,6 +171,7 @@ class EngineSwitch:
             tokenizer=texts.tokenizer,
             chat_template=texts.chat_template,
             harmony=texts.harmony,
+            images=None if texts.model.vision is None else old.images,
             generation_defaults=texts.generation_defaults,
             vocabulary=texts.vocabulary,
             epoch=epoch,

@@ -54,6 +54,7 @@ FEATURES: Final = {
     "prompt_logprobs": "`prompt_logprobs`",
     "prompt_embeds": "`prompt_embeds`",
     "experts": "`return_routed_experts`",
+    "images": "images",
     "pooling": "pooling models",
     "encoders": "encoders",
 }
@@ -88,7 +89,12 @@ class Meaningless:
     reason: str
 
 
-Cell = Works | Refused | Meaningless
+@dataclass(frozen=True)
+class Untested:
+    """A pair of which nothing is known yet."""
+
+
+Cell = Works | Refused | Meaningless | Untested
 
 
 def serve(*words: str) -> None:
@@ -142,6 +148,7 @@ EVENTS: Final = (
     '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}',
 )
 
+IMAGES: Final = "api_server/test_images.py::test_choices_grammars_streams_and_a_continued_answer"
 LIVES: Final = (
     "engine_core/scheduler/test_lives.py::test_random_request_sequences_keep_the_invariants"
 )
@@ -1254,7 +1261,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ("prompt_logprobs", "experts", Works(BITS)),
     ("prompt_embeds", "experts", Works(EMBEDS)),
     (
-        "agents sessions grammar beams choices prompt_logprobs prompt_embeds experts",
+        "agents sessions grammar beams choices prompt_logprobs prompt_embeds experts images",
         "pooling encoders",
         Refused(
             POOLED,
@@ -1264,6 +1271,25 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
                 "Completions API",
             ),
         ),
+    ),
+    # ---- Images ----
+    ("images", "grammar", Works(IMAGES, "a grammar knows outputs alone")),
+    ("images", "choices", Works(IMAGES)),
+    (
+        "images",
+        "sessions",
+        Meaningless("images are parts of messages, and a session takes prompts"),
+    ),
+    (
+        "images",
+        "prompt_embeds",
+        Meaningless("images are parts of messages; these stand for prompts"),
+    ),
+    (
+        "images",
+        "drafts draft_model adapters ranks host_kv stored_kv kv_events kv_8_bits states cpu cuda "
+        "transformers invariant cascade async reload priority agents beams prompt_logprobs experts",
+        Untested(),
     ),
     ("pooling", "encoders", Works("worker/test_encoders.py::test_embeddings_of_packed_texts")),
 )
@@ -1297,6 +1323,8 @@ def table() -> str:
             elif isinstance(cell, Meaningless):
                 text = cell.reason
                 note = f"–[{notes.setdefault(text, len(notes) + 1)}]"
+            elif isinstance(cell, Untested):
+                note = "?"
             works = isinstance(cell, Works) or (isinstance(cell, Refused) and cell.part)
             marks.append(f"{'✓' if works else ''}{note}")
         marks += [""] * (len(columns) - len(marks))

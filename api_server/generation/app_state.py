@@ -17,6 +17,7 @@ from api_server.engine.engine_client import EngineClient
 from api_server.engine.health import Health, InFlightCounter
 from api_server.generation.encoders.responses.peers import FrontEndPeers
 from api_server.generation.encoders.responses.stored import Owner, StoredResponses
+from api_server.generation.images import ImageInput
 from api_server.generation.sampling import seeds
 from api_server.generation.stream import TokenStream
 from api_server.generation.tracing import RequestTracer, TraceHeaders, trace_headers_of
@@ -131,6 +132,7 @@ class AppState:
     front ends, too. background: tasks that complete responses
     whose clients do not wait. tracer: exports spans; None if they are off. sampler: profiles the
     event loop; None if it may not. request_log: writes the lines of requests.
+    images: how the model reads images; None for a model that reads text only.
     seeds: for requests without a seed. created: Unix time.
     """
 
@@ -156,6 +158,7 @@ class AppState:
     generation_defaults: GenerationDefaults = NO_DEFAULTS
     tracer: RequestTracer | None = None
     sampler: StackSampler | None = None
+    images: ImageInput | None = None
     open_streams: set[TokenStream] = field(default_factory=set)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     background: set[asyncio.Task[None]] = field(default_factory=set)
@@ -255,7 +258,7 @@ class RequestContext:
     def __init__(self, connection: HTTPConnection, app_state: AppState | None = None) -> None:
         self.connection = connection
         self.app_state: AppState = app_state or connection.scope[APP_STATE]
-        self.ignored = IgnoredFields()
+        self.ignored = IgnoredFields(takes_images=self.app_state.images is not None)
 
     @property
     def request(self) -> Request:

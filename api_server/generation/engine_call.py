@@ -80,6 +80,7 @@ class EngineCall(Generic[Body]):
             request_id=app_state.client.next_request_id(),
             prompt_token_ids=prompt.token_ids,
             prompt_embeds=prompt.embeds,
+            mm_features=list(prompt.mm_features),
             sampling_params=params,
             seed=seed,
             arrival_time=self._arrival,

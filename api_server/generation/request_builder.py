@@ -90,6 +90,10 @@ class RequestBuilder(EngineCall[GenerationRequest]):
     def has_grammar(self) -> bool:
         return self._grammar is not None
 
+    def drop_messages(self) -> None:
+        """Free the messages of a chat: images in them are large, and no answer needs them."""
+        self._body = self._body.model_copy(update={"messages": []})
+
     def response_options(self, num_logprobs: int | None) -> ResponseOptions:
         """Return what the response contains.
 

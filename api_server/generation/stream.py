@@ -216,11 +216,13 @@ class TokenStream:
     def _log(self, origin: Fields, now: float, trace_id: str) -> None:
         usage = self.usage()
         first = self.streams[0].timeline
+        num_images = sum(len(request.mm_features) for request in self.requests)
         fields: Fields = {"id": self.label, **origin}
         fields |= {
             "prompts": len(self.streams),
             "choices": len(self.streams[0].choices),
             "prompt_tokens": usage.prompt_tokens,
+            **({"images": num_images} if num_images else {}),
             "cached_tokens": usage.cached_tokens,
             "completion_tokens": usage.completion_tokens,
             "queue": _seconds(first.queued, first.scheduled),

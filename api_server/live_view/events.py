@@ -134,6 +134,7 @@ def request_fields(request: RequestView, *, is_visible: bool) -> dict[str, Any]:
         "cached_tokens": request.cached_tokens if is_visible else None,
         "num_blocks": request.num_blocks,
         "adapter": (request.adapter or None) if is_visible else None,
+        "images": request.num_images if is_visible else None,
     }
 
 

@@ -112,14 +112,26 @@ class ModelToolCalls:
         call_format = self.format or DEFAULT_FORMAT
         messages = conversation.messages
         if not self.template_has_tools and not self.facts.renders_calls:
-            return with_tools_as_text(conversation, call_format)
+            return self._with_parts(with_tools_as_text(conversation, call_format))
         if call_format.call_id:
             messages = with_numbered_calls(messages, call_format.call_id)
         if self.facts.joins_arguments:
             messages = with_arguments_as_text(messages)
         if conversation.tools and not self.template_has_tools:
             messages = _with_tool_descriptions(messages, conversation.tools, call_format)
-            return replace(conversation, messages=messages, tools=None)
+            return self._with_parts(replace(conversation, messages=messages, tools=None))
+        return replace(conversation, messages=messages)
+
+    def _with_parts(self, conversation: Conversation) -> Conversation:
+        """Make parts of texts that were written here, for a template that knows nothing else."""
+        if not self.facts.needs_parts:
+            return conversation
+        messages = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message["content"], str)
+            else message
+            for message in conversation.messages
+        ]
         return replace(conversation, messages=messages)
 
     def plan(
@@ -378,4 +390,4 @@ def _tool_response(message: Mapping[str, Any]) -> str:
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content if "text" in part)

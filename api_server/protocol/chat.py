@@ -26,6 +26,7 @@ from api_server.protocol.fields import (
     most_members,
     no_text,
 )
+from api_server.protocol.images import DETAILS, MAX_UUID_CHARACTERS, read_image_part
 from api_server.protocol.tools import ToolFields
 from proto.errors import InvalidRequestError, shown
 from proto.messages.sampling_params import MAX_BUDGET, MAX_LOGPROBS
@@ -51,26 +52,35 @@ MAX_CALLS: Final = 1024
 
 
 def _content_parts(content: Any, info: ValidationInfo) -> Any:
-    """Return a list of content as text parts; a string unchanged. Raises ValueError."""
+    """Return a list of content as parts of texts and images; a string unchanged.
+
+    Raises ValueError.
+    """
     if not isinstance(content, list):
         return content
     if len(content) > MAX_PARTS:
         raise ValueError(f"takes at most {MAX_PARTS} parts, got {len(content)}")
-    parts = []
-    for part in content:
+    parts, ignored = [], ignored_of(info)
+    for index, part in enumerate(content):
         if isinstance(part, str):
             parts.append({"type": "text", "text": part})
             continue
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "refusal":
             kind, part = "text", {"type": "text", "text": part.get("refusal")}
+        if kind == "image_url" and ignored.takes_images:
+            try:
+                parts.append(read_image_part(part, ignored))
+            except ValueError as error:
+                raise ValueError(f"[{index}]{error}") from None
+            continue
         if isinstance(kind, str) and kind != "text":
-            raise ValueError(no_text(kind))
+            raise ValueError(no_text(kind, takes_images=ignored.takes_images))
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError("takes a string or parts with the type text and a string as text")
         where = "messages.content."
         try:
-            fields = given_fields(part, ("type", "text"), PART_NEUTRAL, ignored_of(info), where)
+            fields = given_fields(part, ("type", "text"), PART_NEUTRAL, ignored, where)
         except InvalidRequestError as error:
             raise ValueError(f".{error.message.removeprefix(where)}") from None
         parts.append(fields)
@@ -151,6 +161,27 @@ _PART_SCHEMA: Final = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+_IMAGE_SCHEMA: Final = {
+    "type": "object",
+    "description": "An image, for a model that reads images: a data URI, or an address that the "
+    "operator allows. With a uuid, image_url may be null: the image that was sent with it before.",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "properties": {"url": {"type": "string"}, "detail": {"enum": list(DETAILS)}},
+                    "required": ["url"],
+                },
+                {"type": "null"},
+            ]
+        },
+        "uuid": {"type": "string", "minLength": 1, "maxLength": MAX_UUID_CHARACTERS},
+    },
+    "required": ["type"],
+}
 _CONTENT_SCHEMA: Final = {
     "anyOf": [
         {"type": "string"},
@@ -158,16 +189,31 @@ _CONTENT_SCHEMA: Final = {
             "type": "array",
             "minItems": 1,
             "maxItems": MAX_PARTS,
-            "items": {"anyOf": [{"type": "string"}, _PART_SCHEMA]},
+            "items": {"anyOf": [{"type": "string"}, _PART_SCHEMA, _IMAGE_SCHEMA]},
         },
     ]
 }
 _ARGUMENTS_SCHEMA: Final = {"anyOf": [{"type": "string"}, {"type": "object"}]}
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: Text
+class ContentPart(Strict):
+    """A text, or an image with what `read_image_part` returns of it."""
+
+    type: Literal["text", "image_url"]
+    text: Text = ""
+    url: Text | None = None
+    detail: str = ""
+    uuid: str | None = None
+
+    @property
+    def is_image(self) -> bool:
+        return self.type == "image_url"
+
+    def for_template(self, placeholder: str) -> dict[str, str]:
+        """Return the part for a chat template. placeholder: as of `Message.for_template`."""
+        if self.is_image and not placeholder:
+            return {"type": "image"}
+        return {"type": "text", "text": placeholder if self.is_image else self.text}
 
 
 class CalledFunction(NestedFields):
@@ -194,11 +240,12 @@ class Message(NestedFields):
 
     role: Annotated[str, AfterValidator(_known_role), WithJsonSchema({"enum": list(ROLES)})]
     content: Annotated[
-        Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)],
+        Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)],
         BeforeValidator(_content_parts),
         WithJsonSchema(_CONTENT_SCHEMA),
     ] = ""
-    """Text of the message; may be empty or null in those of the roles assistant and tool."""
+    """Text of the message, with images for a model that reads them; may be empty or null in
+    messages of the roles assistant and tool."""
     name: Text | None = None
     tool_calls: Annotated[list[CalledTool], Field(fail_fast=True, max_length=MAX_CALLS)] = []
     """Calls of tools; only in messages of the assistant."""
@@ -226,20 +273,47 @@ class Message(NestedFields):
             raise ValueError(".tool_call_id is for messages of the role tool only")
         return self
 
-    def for_template(self, *, takes_parts: bool, needs_parts: bool = False) -> dict[str, Any]:
+    @property
+    def parts(self) -> list[ContentPart]:
+        """The parts of the content; none of a content that is a text."""
+        return self.content if isinstance(self.content, list) else []
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts of the content."""
+        if isinstance(self.content, str):
+            return [self.content]
+        return [part.text for part in self.content if not part.is_image]
+
+    @property
+    def is_result(self) -> bool:
+        """The message is the result of a tool."""
+        return self.role not in _ROLES_WITHOUT_RESULTS
+
+    @property
+    def has_images(self) -> bool:
+        return any(part.is_image for part in self.parts)
+
+    def for_template(
+        self, *, takes_parts: bool, needs_parts: bool = False, placeholder: str = ""
+    ) -> dict[str, Any]:
         """Return the message for a chat template, with only the fields that were given.
 
         takes_parts: keep a list of content parts; otherwise join their texts by line breaks.
-        needs_parts: make a list of a text.
+        needs_parts: make a list of a text. placeholder: text in place of an image; "" for a
+        template that takes parts with images.
         """
         fields = self.model_dump(exclude_none=True)
         if not self.tool_calls:
             del fields["tool_calls"]  # templates test whether the field exists
-        if not takes_parts and isinstance(self.content, list):
-            fields["content"] = "\n".join(part.text for part in self.content)
-        if needs_parts and isinstance(self.content, str):
-            fields["content"] = [{"type": "text", "text": self.content}]
-        return fields
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [part.for_template(placeholder) for part in content]
+            if not takes_parts:
+                content = "\n".join(part["text"] for part in content)
+        if needs_parts and isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        return {**fields, "content": content}
 
 
 class ConversationFields(ToolFields):

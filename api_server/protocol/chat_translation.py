@@ -8,9 +8,9 @@ from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
 from proto.errors import InvalidRequestError, RequestError
 
-_MESSAGE: Final = re.compile(r"\bmessages\[(\d{1,6})\]")
+_MESSAGE: Final = re.compile(r"\bmessages\[(\d{1,6})\](\.content\[(\d{1,6})\](?:\.image_url)?)?")
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?(\.parameters)?")
-"""Paths of a message and of a function in a chat completion."""
+"""Paths of a message or of a part of its content, and of a function in a chat completion."""
 _ARGUMENTS: Final = re.compile(
     r"messages\[(\d{1,6})\]\.tool_calls\[(\d{1,6})\]\.function\.arguments"
 )
@@ -25,8 +25,9 @@ class ChatTranslation:
 
     _client_names: field of a chat completion → name of the same in the client's API. _mentioned:
     finds those of them that error messages mention. _places: of each message. _call_paths: of the
-    arguments of calls, by the indices of the message and of the call in it. _tool_paths: of each
-    function. _parameters: what follows such a path for the function's parameters.
+    arguments of calls, by the indices of the message and of the call in it. _image_paths: of
+    images, by the indices of the message and of the part in it. _tool_paths: of each function.
+    _parameters: what follows such a path for the function's parameters.
     """
 
     _client_names: Mapping[str, str]
@@ -37,6 +38,7 @@ class ChatTranslation:
         self._ignored = ignored
         self._places: Sequence[str] = ()
         self._call_paths: Mapping[tuple[int, int], str] = {}
+        self._image_paths: Mapping[tuple[int, int], str] = {}
         self._tool_paths: Sequence[str] = ()
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
@@ -63,9 +65,13 @@ class ChatTranslation:
         return _FUNCTION.sub(self._tool_path, message)
 
     def _place(self, found: re.Match[str]) -> str:
-        number = int(found[1])
+        number, part = int(found[1]), found[3]
+        image = None if part is None else self._image_paths.get((number, int(part)))
+        if image is not None:
+            return image
         known = number < len(self._places)
-        return self._places[number] if known else self._client_names.get("messages", "messages")
+        place = self._places[number] if known else self._client_names.get("messages", "messages")
+        return place + (found[2] or "")
 
     def _tool_path(self, found: re.Match[str]) -> str:
         number = int(found[1])

@@ -42,22 +42,26 @@ def is_media(kind: str) -> bool:
 _MEDIA_WORDS: Final = ("image", "audio", "video", "document", "file")
 
 
-def no_text(kind: object) -> str:
-    """Return the reason why a part of this type is refused in a message: an image, or no type."""
+def no_text(kind: object, *, takes_images: bool = False) -> str:
+    """Return the reason why a part of this type is refused in a message: a sound, or no type."""
+    takes = "takes text and images only" if takes_images else "takes text only"
     if not isinstance(kind, str):
-        return "takes text only: each part needs a type"
+        return f"{takes}: each part needs a type"
     if any(word in kind for word in _MEDIA_WORDS):
-        return f"takes text only: this model reads no part of the type {shown(kind)}"
-    return f"takes text only: {shown(kind)} is no type of a text"
+        return f"{takes}: this model reads no part of the type {shown(kind)}"
+    return f"{takes}: {shown(kind)} is no type of a text"
 
 
 class IgnoredFields:
     """Names of ignored fields in their order, without repetition, for a response header.
 
-    Names beyond MAX_NAMES are only counted. num_inner_values: of JSON in strings of the body.
+    Names beyond MAX_NAMES are only counted. It accompanies a body through its validation, so it has
+    what else that needs: takes_images: the model reads images; num_inner_values: of JSON in strings
+    of the body.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_images: bool = False) -> None:
+        self.takes_images = takes_images
         self.num_inner_values = 0
         self._names: dict[str, None] = {}
         self._more = set[str]()
@@ -335,8 +339,8 @@ def invalid_request_error(error: ValidationError) -> InvalidRequestError:
     if all(rule.startswith(_MUST_BE) for rule in rules):
         rules[1:] = [rule.removeprefix(_MUST_BE) for rule in rules[1:]]
     where, rule = shown(path_text(path)), " or ".join(rules)
-    # a rule about a field of what the path names begins with a dot
-    return InvalidRequestError(f"{where}{rule if rule[0] == '.' else ' ' + rule}".strip(), name)
+    # a rule about a part of what the path names begins with a dot or a bracket
+    return InvalidRequestError(f"{where}{rule if rule[0] in '.[' else ' ' + rule}".strip(), name)
 
 
 _MUST_BE: Final = "must be "

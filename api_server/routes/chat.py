@@ -4,7 +4,8 @@
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from fastapi import APIRouter
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from api_server.generation.app_state import RequestContext
 from api_server.generation.encoders.base import ResponseOptions
 from api_server.generation.encoders.chat import ChatEncoder
+from api_server.generation.images import ImageSource
 from api_server.generation.request_builder import RequestBuilder, check_thoughts
 from api_server.generation.sampling import EndpointOptions
 from api_server.generation.stream import TokenStream
@@ -27,7 +29,7 @@ from api_server.protocol.json_schema import SchemaWork, write_grammar
 from api_server.routes.common import read_request
 from api_server.text.chat_prompt import build_conversation, num_characters
 from api_server.text.chat_template import Conversation, TemplateError
-from api_server.text.prompts import PromptReader
+from api_server.text.prompts import Prompt, PromptReader
 from api_server.turns import run_for_body
 from proto.errors import InvalidRequestError
 from proto.messages.grammar import GrammarSource
@@ -87,16 +89,15 @@ async def build_chat_turn(
         share = app_state.client.engine.max_model_len // RESERVED_CONTEXT_SHARE
         max_tokens = share if default_max_tokens is None else min(default_max_tokens, share)
     reader = builder.prompt_reader("messages", max_tokens)
-    conversation, text = await render_prompt(context, body, reader, body.reasoning_effort)
-    prompts = await reader.encode_texts([text], add_special_tokens=False)
+    rendered = await render_prompt(context, body, reader, body.reasoning_effort)
     if harmony is not None:
-        output_format: OutputFormat = harmony.output_format(body, text)
+        output_format: OutputFormat = harmony.output_format(body, rendered.text)
     else:
         reasoning = await plan_reasoning(
             app_state.reasoning_format(template),
             app_state.tokenizer,
-            conversation,
-            text,
+            rendered.conversation,
+            rendered.text,
             budget=body.thinking_token_budget,
             has_grammar=builder.has_grammar,
             is_shown=body.include_reasoning,
@@ -112,8 +113,13 @@ async def build_chat_turn(
         max_tokens_field=body.max_tokens_field,
         thinking=rule,
     )
-    stream = await builder.build_stream(prompts, options, output_format)
-    (prompt_text,) = await builder.prompt_texts(prompts)
+    with ExitStack() as leases:
+        prompts = [await _read_prompt(context, rendered, reader, body.cache_salt, leases)]
+        stream = await builder.build_stream(prompts, options, output_format)
+        (prompt_text,) = await builder.prompt_texts(prompts)
+        stream.cleanup.callback(leases.pop_all().close)
+    if rendered.images:
+        builder.drop_messages()
     parsers = [output_format.new_choice_parser(app_state.metrics) for _ in range(body.n)]
     stream.choice_parsers = parsers
     response_options = builder.response_options(body.num_logprobs)
@@ -151,8 +157,57 @@ async def count_tokens(context: RequestContext, body: ChatCompletionRequest) -> 
     """
     context.check_model(body.model)
     reader = context.app_state.prompt_reader("messages")
-    _, text = await render_prompt(context, body, reader, body.reasoning_effort)
-    return len(await reader.encode_any_length(text, add_special_tokens=False))
+    rendered = await render_prompt(context, body, reader, body.reasoning_effort)
+    return len(await encode_any_length(context, rendered, reader, body.cache_salt))
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """What the chat template has made of a conversation.
+
+    text: with a placeholder for each image. images: in the order of their placeholders.
+    """
+
+    conversation: Conversation
+    text: str
+    images: Sequence[ImageSource] = ()
+
+
+async def _read_prompt(
+    context: RequestContext,
+    rendered: RenderedPrompt,
+    reader: PromptReader,
+    salt: str | None,
+    leases: ExitStack,
+) -> Prompt:
+    """Return the prompt, with its images. leases: as of `ImageInput.load`."""
+    images = context.app_state.images
+    if not rendered.images or images is None:
+        (prompt,) = await reader.encode_texts([rendered.text], add_special_tokens=False)
+        return prompt
+    loaded = await images.load(rendered.images, context.tenant, salt, leases)
+    expanded = images.expand(rendered.text, loaded)
+    prompt = await reader.encode_with_images(rendered.text, expanded)
+    return replace(prompt, mm_features=images.features(prompt.token_ids, loaded))
+
+
+async def encode_any_length(
+    context: RequestContext,
+    rendered: RenderedPrompt,
+    reader: PromptReader,
+    salt: str | None = None,
+    *,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Return the token ids of a prompt that may exceed the context, those of its images too."""
+    images, expanded = context.app_state.images, None
+    with ExitStack() as leases:
+        if rendered.images and images is not None:
+            loaded = await images.load(rendered.images, context.tenant, salt, leases)
+            expanded = images.expand(rendered.text, loaded)
+    return await reader.encode_any_length(
+        rendered.text, add_special_tokens=add_special_tokens, expanded=expanded
+    )
 
 
 async def render_prompt(
@@ -160,20 +215,29 @@ async def render_prompt(
     body: ConversationFields,
     reader: PromptReader,
     effort: Effort | None = None,
-) -> tuple[Conversation, str]:
-    """Return the conversation and the prompt text.
+) -> RenderedPrompt:
+    """Return the conversation and the text of its prompt.
 
+    If the template refuses or leaves out images in results of tools, they are rendered as texts.
     reader: limits the template's input. effort: of the reasoning. Raises InvalidRequestError.
     """
-    app_state, ignored = context.app_state, context.ignored
+    app_state, ignored, images = context.app_state, context.ignored, context.app_state.images
     template = app_state.template_for(body.tools, body.tool_choice)
 
-    def build() -> Conversation:
+    def build(*, joins_results: bool = False) -> Conversation:
         reasoning = app_state.reasoning_format(template)
         variables = reasoning_variables(effort, template.facts, reasoning, ignored)
         tool_calls = app_state.tool_calls(template)
         tools = tool_calls.template_tools(body)
-        conversation = build_conversation(body, template.facts, ignored, tools, variables)
+        conversation = build_conversation(
+            body,
+            template.facts,
+            ignored,
+            tools,
+            variables,
+            image_placeholder="" if images is None else images.placeholder,
+            joins_results=joins_results,
+        )
         conversation = tool_calls.adapt_conversation(conversation)
         template_input = [
             conversation.messages,
@@ -184,8 +248,23 @@ async def render_prompt(
         reader.check_conversation(num_characters(template_input))
         return conversation
 
+    sources = [] if images is None else await run_for_body(images.find_sources, body)
     conversation = await run_for_body(build)
-    return conversation, await template.render(conversation)
+    if images is None or not sources:
+        return RenderedPrompt(conversation, await template.render(conversation))
+    may_join = any(message.is_result and message.has_images for message in body.messages)
+    text = ""
+    try:
+        text = await template.render(conversation)
+    except TemplateError:
+        if not may_join:
+            raise
+    if may_join and not images.is_rendered(text, sources):
+        conversation = await run_for_body(build, joins_results=True)
+        text = await template.render(conversation)
+    if not images.is_rendered(text, sources):
+        raise images.not_rendered(body.messages, text, sources)
+    return RenderedPrompt(conversation, text, sources)
 
 
 router = APIRouter()

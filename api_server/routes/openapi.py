@@ -217,6 +217,7 @@ MODEL_CARD: Final = an_object(
         "parent": or_null(STRING),
         "max_model_len": INTEGER,
         "supported_tasks": a_list(STRING),
+        "input_modalities": a_list(one_of("text", "image")),
         "default_sampling_params": {"type": "object", "additionalProperties": NUMBER},
     }
 )

@@ -174,6 +174,7 @@ def _model_cards(request: Request, names: Sequence[str]) -> list[dict[str, Any]]
         ]
     is_operator, key_name = has_operators_key(request), context.key_name
     tasks, defaults = app_state.supported_tasks, dict(app_state.generation_defaults.values)
+    modalities = ["text"] if app_state.images is None else ["text", "image"]
     cards = []
     for name in names:
         root, parent = app_state.model.name, None
@@ -191,6 +192,7 @@ def _model_cards(request: Request, names: Sequence[str]) -> list[dict[str, Any]]
                 "parent": parent,
                 "max_model_len": max_model_len,
                 "supported_tasks": tasks,
+                "input_modalities": modalities,
                 "default_sampling_params": defaults,
             }
         )

@@ -25,7 +25,7 @@ from api_server.protocol.tokenize import (
     TokenizeChat,
     TokenizeText,
 )
-from api_server.routes.chat import render_prompt
+from api_server.routes.chat import encode_any_length, render_prompt
 from api_server.routes.common import app_state_of, read_json
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError, UnknownPathError, require, shown
@@ -42,10 +42,15 @@ async def tokenize(request: Request) -> Response:
     context.check_model(fields.model)
     if isinstance(fields, TokenizeChat):
         reader = app_state.prompt_reader("messages")
-        _, text = await render_prompt(context, fields, reader)
+        rendered = await render_prompt(context, fields, reader)
+        ids = await encode_any_length(
+            context, rendered, reader, add_special_tokens=fields.add_special_tokens
+        )
     else:
-        reader, text = app_state.prompt_reader("prompt"), fields.prompt
-    ids = await reader.encode_any_length(text, add_special_tokens=fields.add_special_tokens)
+        reader = app_state.prompt_reader("prompt")
+        ids = await reader.encode_any_length(
+            fields.prompt, add_special_tokens=fields.add_special_tokens
+        )
     names = None
     if fields.return_token_strs:
         tokenizer = app_state.tokenizer

@@ -65,12 +65,16 @@ def build_conversation(
     ignored: IgnoredFields,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    image_placeholder: str = "",
+    joins_results: bool = False,
 ) -> Conversation:
     """Return the input of the chat template.
 
     variables: of the template, beside those of the client, which override them. ignored: collects
-    the client's variables that the template does not read. Raises InvalidRequestError for a field
-    that the template cannot follow.
+    the client's variables that the template does not read. image_placeholder: stands for an image
+    in a template that takes no parts with images. joins_results: and in results of tools.
+    Raises InvalidRequestError for a field that the template cannot follow.
     """
     continues = request.continue_final_message
     asks_for_prompt = (
@@ -83,10 +87,17 @@ def build_conversation(
         )
     if request.documents and "documents" not in facts.names:
         raise InvalidRequestError("the model's chat template knows no documents", "documents")
-    messages = [
-        message.for_template(takes_parts=facts.takes_parts, needs_parts=facts.needs_parts)
-        for message in request.messages
-    ]
+    messages = []
+    for message in request.messages:
+        takes_parts, takes_images = facts.takes_parts, facts.takes_images
+        if joins_results and message.is_result:
+            takes_parts, takes_images = facts.needs_parts, False
+        fields = message.for_template(
+            takes_parts=takes_parts,
+            needs_parts=facts.needs_parts,
+            placeholder="" if takes_images else image_placeholder,
+        )
+        messages.append(fields)
     return Conversation(
         messages=with_call_ids_of_length(messages, facts.call_id_length),
         tools=tools,

@@ -60,7 +60,8 @@ class TemplateFacts:
 
     names: of its undeclared variables. takes_parts: it iterates over the content parts of a
     message; without that, content must be text. needs_parts: and it never asks whether content is
-    a text, of which it would read the characters as parts. call_id_length: length that the id of a
+    a text, of which it would read the characters as parts. takes_images: and some of them are
+    images. call_id_length: length that the id of a
     tool call must have, in characters; 0 for any. efforts: of OUTER_EFFORTS, those that it
     mentions. renders_calls: it reads the calls of a message. joins_arguments: it appends the
     arguments of a call to text, so they must be text. pairs_texts: it mentions the roles of both
@@ -70,6 +71,7 @@ class TemplateFacts:
     names: frozenset[str] = frozenset()
     takes_parts: bool = False
     needs_parts: bool = False
+    takes_images: bool = False
     call_id_length: int = 0
     efforts: frozenset[str] = frozenset()
     renders_calls: bool = False
@@ -84,6 +86,7 @@ def template_facts(template: nodes.Template) -> TemplateFacts:
         names=frozenset(meta.find_undeclared_variables(template)),
         takes_parts=takes_parts,
         needs_parts=takes_parts and not _asks_for_text(template),
+        takes_images=takes_parts and "image" in strings,
         call_id_length=_call_id_length(template),
         efforts=frozenset(OUTER_EFFORTS & strings),
         renders_calls=any(_is_member(node, ("tool_calls",)) for node in _members(template)),

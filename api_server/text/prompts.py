@@ -20,6 +20,7 @@ from api_server.text.tokenizer import (
     Truncation,
 )
 from proto.errors import ContextLengthError, InvalidRequestError, context_length_error, shown
+from proto.messages.multimodal import MultiModalFeature
 
 MAX_NORMALIZATION_RATIO: Final = 4
 """A tokenizer's normaliser shortens a text at most by this factor."""
@@ -40,13 +41,14 @@ class Prompt:
     """A prompt of at least one token.
 
     text: None if the client sent ids, or if the prompt is truncated. second_start: as in
-    PoolingParams. embeds: as in EngineCoreRequest.
+    PoolingParams. embeds, mm_features: as in EngineCoreRequest.
     """
 
     token_ids: list[int]
     text: str | None = None
     second_start: int = 0
     embeds: bytes = b""
+    mm_features: Sequence[MultiModalFeature] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +160,36 @@ class PromptReader:
             Prompt(ids, second_start=second_start) async for ids, second_start in encoded
         )
 
-    async def encode_any_length(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode_with_images(self, text: str, expanded: str) -> Prompt:
+        """Return the prompt of a text with images, which is never cut.
+
+        text: with a placeholder for each image; the limit of characters is for this one.
+        expanded: with all tokens of the images. Raises InvalidRequestError.
+        """
+        replace(self, truncation=NO_TRUNCATION).check_text(text)
+        encoded = self.tokenizer.encode(
+            [expanded], add_special_tokens=False, max_tokens=self.max_model_len
+        )
+        (prompt,) = await self._checked(Prompt(ids, expanded) async for ids in encoded)
+        most, number = self.truncation.max_tokens, len(prompt.token_ids)
+        if most is not None and number > most:
+            raise InvalidRequestError(
+                f"a prompt with images is not truncated: it has {number} tokens, and "
+                f"truncate_prompt_tokens leaves {most}",
+                "truncate_prompt_tokens",
+            )
+        return prompt
+
+    async def encode_any_length(
+        self, text: str, *, add_special_tokens: bool, expanded: str | None = None
+    ) -> list[int]:
         """Return the token ids of a text that may exceed the context, up to MAX_TEXT_TOKENS.
 
-        Raises InvalidRequestError.
+        expanded: the text with all tokens of its images, if it has some. Raises
+        InvalidRequestError.
         """
         self.check_text(text)
+        text = text if expanded is None else expanded
         most = max(MAX_TEXT_TOKENS, self.max_model_len)
         try:
             encoded = self.tokenizer.encode(

@@ -65,7 +65,7 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True, gc=False):
     owner: number of the choice in the view, from 1; numbers of finished choices are reused.
     reader, label: as in EngineCoreRequest. state: an index into REQUEST_STATES.
     cached_tokens: prompt tokens found in the prefix cache. num_blocks: of all KV groups.
-    adapter: its name; "" for none.
+    adapter: its name; "" for none. num_images: of the prompt.
     """
 
     owner: int
@@ -78,6 +78,7 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True, gc=False):
     cached_tokens: int
     num_blocks: int
     adapter: str = ""
+    num_images: int = 0
 
 
 class AdapterView(msgspec.Struct, array_like=True, frozen=True, gc=False):

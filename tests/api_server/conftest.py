@@ -22,6 +22,7 @@ from websockets.exceptions import ConnectionClosed
 from api_server.app import create_app
 from api_server.engine.engine_client import FromEngine
 from api_server.generation.app_state import AppState
+from api_server.generation.images import MediaReader
 from api_server.http.http_server import HttpServer
 from api_server.server import make_app_state, make_server
 from proto.messages.engine_io import FinishReason
@@ -246,8 +247,9 @@ async def serving(
     host: str = "127.0.0.1",
     lora: LoRAConfig | None = None,
     admin_sockets: Sequence[socket.socket] = (),
+    media: MediaReader | None = None,
 ) -> AsyncIterator[FrontEnd]:
-    """Run a front end that serves a model inside the context."""
+    """Run a front end that serves a model inside the context. media: reads images."""
     path = front_end_path(run_dir, 1, index)
     engine = FakeEngine(
         path,
@@ -258,7 +260,7 @@ async def serving(
     )
     boot = make_boot(run_dir, model, config or FrontEndConfig(), seed, index, lora)
     supervisor = FakeSupervisor()
-    app_state = make_app_state(boot, Link.connect(path, FromEngine), supervisor)
+    app_state = make_app_state(boot, Link.connect(path, FromEngine), supervisor, media)
     if ready:
         engine.announce()
         await app_state.client.wait_ready()

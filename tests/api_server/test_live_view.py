@@ -106,7 +106,7 @@ async def watches(front_end: FrontEnd) -> bool:
 
 
 async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> None:
-    request = RequestView(1, 0, "cmpl-1", RUNNING, 20, 5, 24, 16, 2, "a")
+    request = RequestView(1, 0, "cmpl-1", RUNNING, 20, 5, 24, 16, 2, "a", 3)
     adapter = AdapterView("a", 0, 1, 2, 4096)
     async with start() as front_end, watching(front_end) as stream:
         kind, hello = await stream.next()
@@ -148,6 +148,7 @@ async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> 
                     "cached_tokens": 16,
                     "num_blocks": 2,
                     "adapter": "a",
+                    "images": 3,
                 }
             ],
             "num_omitted_requests": 0,
@@ -193,7 +194,8 @@ async def test_requests_of_other_tenants_are_anonymous(
     keys.write_text("alice key-of-alice\nbob key-of-bob\n")
     keys.chmod(0o600)
     config = FrontEndConfig(api_key_file=str(keys), admin_api_key="boss", tenant_by=tenant_by)
-    hidden = ("id", "prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens", "adapter")
+    hidden = ("id", "prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens")
+    hidden += ("adapter", "images")
     async with start(lambda request, choice: [2], config=config) as front_end:
         readers = {}
         for name in ("alice", "bob"):

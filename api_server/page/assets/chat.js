@@ -6,6 +6,7 @@ import {
   withChange, withoutTurn, withTurn,
 } from "./conversation.js";
 import { countTokens, showTokens } from "./gauge.js";
+import { Attachments } from "./images.js";
 import { modelField } from "./models.js";
 import { fillForm, formValues, parameters, reportFieldError, showFieldError, structure, systemMessage, tokenFields, tools } from "./parameters.js";
 import { errorWords, Run, STREAMED } from "./run.js";
@@ -50,6 +51,7 @@ export class Chat {
     this.onRunsChanged = () => {};
     this.follow = () => {};
     this.open = new OpenConversation(store, newConversation(), null);
+    this.attached = new Attachments(() => this.#count(), (words) => this.notify(words));
     store.onProblem = (words) => this.notify(words);
     byId("chat-new").addEventListener("click", () => this.showNew());
     byId("message").addEventListener("input", () => this.#count());
@@ -60,6 +62,11 @@ export class Chat {
   /** The run of the conversation that is shown; null for none. */
   get run() {
     return this.open.run;
+  }
+
+  /** Whether there is something to send. */
+  get hasDraft() {
+    return byId("message").value !== "" || this.attached.images.length > 0;
   }
 
   get isBusy() {
@@ -130,6 +137,7 @@ export class Chat {
     const asked = this.#asked();
     const body = this.#body(asked); // may throw
     byId("message").value = "";
+    this.attached.clear();
     this.notify("");
     await this.#answer(asked, body);
   }
@@ -137,7 +145,9 @@ export class Chat {
   /** The conversation with the message that is being written. */
   #asked() {
     const { now } = this.open;
-    return withTurn(now, { parent: lastAnswered(now), role: "user", content: byId("message").value });
+    const turn = { parent: lastAnswered(now), role: "user", content: byId("message").value };
+    const { images } = this.attached;
+    return withTurn(now, images.length ? { ...turn, images } : turn);
   }
 
   #body(conversation, extra = {}) {
@@ -238,8 +248,9 @@ export class Chat {
     },
     showBranch: (id) => this.#change(withBranch(this.open.now, id)),
     edit: (id, content) => {
-      const { parent } = turnOf(this.open.now, id);
-      this.#send(withTurn(this.open.now, { parent, role: "user", content }));
+      const { parent, images } = turnOf(this.open.now, id);
+      const turn = { parent, role: "user", content };
+      this.#send(withTurn(this.open.now, images ? { ...turn, images } : turn));
     },
     regenerate: (id) => this.#send({ ...this.open.now, leaf: turnOf(this.open.now, id).parent }),
     continueAnswer: (id) => {
@@ -320,10 +331,10 @@ export class Chat {
 
   #count() {
     if (this.open.run) return;
-    countTokens(() => {
+    countTokens((kept) => {
       const { now } = this.open;
-      const next = byId("message").value ? this.#asked() : { ...now, leaf: lastAnswered(now) };
-      const messages = messagesTo(next, next.leaf, systemMessage());
+      const next = this.hasDraft ? this.#asked() : { ...now, leaf: lastAnswered(now) };
+      const messages = messagesTo(next, next.leaf, systemMessage(), kept);
       if (!messages.length) return null;
       try {
         return { messages, ...tools(), add_generation_prompt: messages.at(-1).role !== "assistant" };

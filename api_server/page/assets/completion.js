@@ -36,6 +36,10 @@ export class Completion {
     this.onRunsChanged();
   }
 
+  get hasDraft() {
+    return byId("prompt").value !== "";
+  }
+
   get isBusy() {
     return this.run !== null;
   }

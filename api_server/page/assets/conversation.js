@@ -8,7 +8,8 @@
 //   turns: oldest first. title: "" for the beginning of the first question.
 // turn: { id, parent, role, content, … }
 //   role: user, assistant or tool. Of an answer also: reasoning, toolCalls [{ id, name, arguments }],
-//   ending (null while it is generated), error, stats. Of a tool's result also: toolCallId.
+//   ending (null while it is generated), error, stats. Of a question also: images [{ id, url }], data URIs.
+//   Of a tool's result also: toolCallId.
 
 const ROLES = ["user", "assistant", "tool"];
 const FORMAT = "tokend conversations";
@@ -94,18 +95,24 @@ export function lastAnswered(conversation) {
 
 /**
  * Returns the messages of a request: the turns from the root to `id`. The reasoning of earlier answers is left
- * out, except since the last question, where the model goes on from it.
+ * out, except since the last question, where the model goes on from it. kept: ids of images that the server has,
+ * which are named instead of sent.
  */
-export function messagesTo(conversation, id, system = "") {
+export function messagesTo(conversation, id, system = "", kept = new Set()) {
   const path = pathOf(conversation, id).filter((turn) => !isEmptyAnswer(turn));
   const lastQuestion = path.findLastIndex((turn) => turn.role === "user");
-  const messages = path.map((turn, at) => messageOf(turn, at > lastQuestion));
+  const messages = path.map((turn, at) => messageOf(turn, at > lastQuestion, kept));
   return system ? [{ role: "system", content: system }, ...messages] : messages;
 }
 
-function messageOf(turn, withReasoning) {
+function messageOf(turn, withReasoning, kept) {
   if (turn.role === "tool") return { role: "tool", tool_call_id: turn.toolCallId, content: turn.content };
   const message = { role: turn.role, content: turn.content };
+  if (turn.images?.length) {
+    const text = turn.content ? [{ type: "text", text: turn.content }] : [];
+    const part = ({ id, url }) => ({ type: "image_url", image_url: kept.has(id) ? null : { url }, uuid: id });
+    message.content = [...turn.images.map(part), ...text];
+  }
   if (withReasoning && turn.reasoning) message.reasoning = turn.reasoning;
   if (turn.toolCalls?.length) {
     message.tool_calls = turn.toolCalls.map(({ id, name, arguments: text }) => ({
@@ -119,8 +126,8 @@ function messageOf(turn, withReasoning) {
 
 /** Returns the name of a conversation in the list. */
 export function titleOf(conversation) {
-  const question = conversation.turns.find((each) => each.role === "user")?.content ?? "";
-  const title = (conversation.title || question).trim().replace(/\s+/g, " ");
+  const question = conversation.turns.find((each) => each.role === "user");
+  const title = (conversation.title || question?.content || (question?.images ? "Image" : "")).trim().replace(/\s+/g, " ");
   return title.length > TITLE_LENGTH ? `${title.slice(0, TITLE_LENGTH - 1)}…` : title || "New chat";
 }
 
@@ -206,6 +213,13 @@ function checked(raw, at) {
     const kept = { id, parent, role, content };
     for (const name of ["reasoning", "toolCallId", "ending", "error"]) {
       if (isText(turn[name])) kept[name] = turn[name];
+    }
+    if (Array.isArray(turn.images)) {
+      kept.images = turn.images.map((image) => {
+        const isImage = isText(image?.id) && isText(image.url) && image.url.startsWith("data:image/");
+        check(isImage, `${place}.images must have id and url, a data URI.`);
+        return { id: image.id, url: image.url };
+      });
     }
     if (Array.isArray(turn.toolCalls)) {
       kept.toolCalls = turn.toolCalls.map((call) => {

@@ -4,10 +4,11 @@ import { byId, figure } from "./dom.js";
 import { model, modelField } from "./models.js";
 
 const PAUSE_MS = 400;
+const kept = new Set(); // ids of the images that were counted, which are not sent again to be counted
 let timer = null;
 let counting = new AbortController();
 
-/** Counts soon. fields(): returns those of /tokenize; null if there is nothing to count. */
+/** Counts soon. fields(kept): returns those of /tokenize; null if there is nothing to count. kept: images. */
 export function countTokens(fields) {
   clearTimeout(timer);
   counting.abort();
@@ -16,7 +17,7 @@ export function countTokens(fields) {
 
 async function count(fields) {
   if (!model()) return;
-  const wanted = fields();
+  const wanted = fields(kept);
   if (wanted === null) {
     showTokens(0);
     return;
@@ -25,8 +26,15 @@ async function count(fields) {
   try {
     const response = await post("tokenize", { ...modelField(), ...wanted }, counting.signal);
     showTokens((await response.json()).count);
+    for (const { content } of wanted.messages) {
+      if (Array.isArray(content)) for (const { uuid } of content) if (uuid) kept.add(uuid);
+    }
   } catch (error) {
     if (error.name === "AbortError") return;
+    if (kept.size && error.param?.endsWith("image_url")) {
+      kept.clear(); // the server had to evict one
+      return count(fields);
+    }
     if (error.param === "messages" && error.status === 400) showTokens(Infinity); // longer than is counted
     else byId("gauge").hidden = true; // the request itself will say why
   }

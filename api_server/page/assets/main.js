@@ -30,8 +30,9 @@ function showConversation(place) {
 }
 
 /** Offers the tabs of what the model can do. */
-function onModel({ supported_tasks: tasks }) {
+function onModel({ supported_tasks: tasks, input_modalities: inputs = [] }) {
   offerForms(tasks);
+  chat.attached.offer(inputs.includes("image"));
   const can = {
     chat: tasks.includes("chat"),
     completion: tasks.includes("generate"),

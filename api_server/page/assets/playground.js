@@ -8,8 +8,8 @@ import { hideTokenHint } from "./tokens.js";
 const AT_END_PX = 40;
 
 /**
- * A tab that generates. generator: has run (of what the tab shows; null for none), isBusy, request(), start()
- * and stopAll(), and calls onRunsChanged(). output: the element that grows; scroller: the one that scrolls it.
+ * A tab that generates. generator: has run (of what the tab shows; null for none), isBusy, hasDraft, request(),
+ * start() and stopAll(), and calls onRunsChanged(). output: the element that grows; scroller: the one that scrolls it.
  */
 class Playground {
   constructor(name, generator, output, scroller, onRunsChanged) {
@@ -47,7 +47,7 @@ class Playground {
   async #start() {
     hideTokenHint(); // of a token that the run replaces
     const text = this.form.querySelector("textarea");
-    if (this.generator.run || text.value === "") {
+    if (this.generator.run || !this.generator.hasDraft) {
       text.focus();
       return;
     }

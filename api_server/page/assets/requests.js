@@ -114,7 +114,8 @@ function fill(row, request, longest) {
   }
   const computed = Math.min(request.computed_tokens, prompt);
   const cached = Math.min(request.cached_tokens, computed);
-  row.cells[0].textContent = figure(prompt);
+  const images = request.images ? `, ${request.images} ${request.images === 1 ? "image" : "images"}` : "";
+  row.cells[0].textContent = figure(prompt) + images;
   row.cells[1].textContent = figure(output);
   const parts = [cached, computed - cached, prompt - computed, output];
   for (const [at, part] of parts.entries()) {

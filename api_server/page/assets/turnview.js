@@ -2,6 +2,7 @@
 // grows while it is generated.
 import { isEmptyAnswer } from "./conversation.js";
 import { announce, button, copyButton, figure, make } from "./dom.js";
+import { picturesOf } from "./images.js";
 import { MarkdownText } from "./markdown.js";
 import { isCut, showSummary } from "./run.js";
 import { TokenText } from "./tokens.js";
@@ -55,7 +56,7 @@ class SaidView {
   update(turn, context) {
     this.element.classList.toggle("lost", context.isLost);
     if (this.isEdited) return;
-    this.said.replaceChildren(turn.content);
+    this.said.replaceChildren(...picturesOf(turn), turn.content);
     const buttons = [copyButton(() => turn.content)];
     if (!context.isBusy) {
       if (turn.role === "user") buttons.push(button("Edit", () => this.#edit(turn, context)));
@@ -73,7 +74,7 @@ class SaidView {
       this.update(turn, context);
     };
     const send = () => {
-      if (!area.value.trim()) return;
+      if (!area.value.trim() && !turn.images) return;
       end();
       this.actions.edit(turn.id, area.value);
     };
@@ -89,7 +90,7 @@ class SaidView {
       }
     });
     this.element.classList.add("editing");
-    this.said.replaceChildren(area);
+    this.said.replaceChildren(...picturesOf(turn), area);
     this.buttons.element.replaceChildren(button("Send", send, "Ask this instead; the old question stays beside it"), button("Cancel", end));
     area.focus();
   }

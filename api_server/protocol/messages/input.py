@@ -10,8 +10,8 @@
 
 Blocks of other types have a text (documents, search results, a summary), or are passed over and
 named: of tools of Anthropic's servers, of changes of the tools, of later versions of the API. An
-agent sends its whole conversation again with each request, so an error would end it for good. An
-image is refused, and replaced in a tool's result.
+agent sends its whole conversation again with each request, so an error would end it for good. A
+model that reads no images gets a text in place of an image in a tool's result; others are refused.
 
 Consecutive turns of one role become one message. System messages keep their position, so that the
 cached prefix before them stays valid. Some templates accept neither these nor a user's message
@@ -32,6 +32,7 @@ from api_server.protocol.fields import (
     media_placeholder,
     no_text,
 )
+from api_server.protocol.images import joined_content, read_image_block
 from proto.errors import InvalidRequestError, shown
 
 Json = dict[str, Any]
@@ -68,12 +69,14 @@ class BlockTranslator:
     merge_roles: see the top of this file. places: for each chat message, the path in the request of
     the message with which it starts, or of the system prompt. call_paths: of the arguments of each
     call, path in the request, by the indices of the chat message and of the call in it.
+    image_paths: paths in the request of all images, in their order.
     """
 
     def __init__(self, system: str, ignored: IgnoredFields, *, merge_roles: bool) -> None:
         self.messages: list[Json] = []
         self.places: list[str] = []
         self.call_paths: dict[tuple[int, int], str] = {}
+        self.image_paths: list[str] = []
         self._ignored = ignored
         self._merge_roles = merge_roles
         self._place = "system"
@@ -153,35 +156,46 @@ class BlockTranslator:
             kind = block["type"]
             if kind == "tool_result" and role == "user":
                 content = self._tool_result(block.get("content", ""), f"{path}.content")
-                if block.get("is_error") is True and not content.startswith(ERROR_PREFIX):
-                    content = ERROR_PREFIX + content
+                if block.get("is_error") is True:
+                    content = _with_error_prefix(content)
                 call_id = _string(block, "tool_use_id", path)
-                message = {"role": "tool", "tool_call_id": call_id, "content": [content]}
+                message = {"role": "tool", "tool_call_id": call_id, "content": content}
                 self._append_message(message)
+            elif kind == "image" and role == "user" and self._ignored.takes_images:
+                self._append_piece(role, self._image(block, path))
             elif (text := self._readable_text(block, path)) is not None:
-                self._append_text(role, text)
+                self._append_piece(role, text)
 
-    def _append_text(self, role: str, text: str) -> None:
+    def _append_piece(self, role: str, piece: str | Json) -> None:
+        """Add a text or an image to the last message, or as a new one."""
         if self._merge_roles and self.messages:
             role = "user" if self.messages[-1]["role"] != "tool" else "tool"
         if self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"].append(text)
+            self.messages[-1]["content"].append(piece)
         else:
-            self._append_message({"role": role, "content": [text]})
+            self._append_message({"role": role, "content": [piece]})
 
-    def _tool_result(self, content: Any, where: str) -> str:
-        """Return a tool's result as text.
+    def _image(self, block: Json, where: str) -> Json:
+        self.image_paths.append(f"{where}.source")
+        return read_image_block(block, where)
 
-        A text replaces images and documents: an error would end the agent for good, because it
-        sends the whole conversation again each time.
+    def _tool_result(self, content: Any, where: str) -> list[str | Json]:
+        """Return a tool's result as texts and images.
+
+        A text replaces documents, and images if the model reads none: an error would end the agent
+        for good, because it sends the whole conversation again each time.
         """
         if content is None or isinstance(content, str):
-            return _text(content or "", where)
-        texts = [
-            self._readable_text(block, f"{where}[{index}]", in_result=True)
-            for index, block in enumerate(_blocks(content, where))
-        ]
-        return "\n".join(text for text in texts if text is not None)
+            return [_text(content or "", where)]
+        pieces: list[str | Json] = []
+        for index, block in enumerate(_blocks(content, where)):
+            path = f"{where}[{index}]"
+            if block["type"] == "image" and self._ignored.takes_images:
+                pieces.append(self._image(block, path))
+            elif (text := self._readable_text(block, path, in_result=True)) is not None:
+                pieces.append(text)
+        texts = [piece for piece in pieces if isinstance(piece, str)]
+        return pieces if len(texts) < len(pieces) else ["\n".join(texts)]
 
     def _readable_text(self, block: Json, where: str, *, in_result: bool = False) -> str | None:
         """Return the text of a block, None for one that is passed over.
@@ -201,7 +215,7 @@ class BlockTranslator:
         if kind in _CLIENT_BLOCKS and not in_result:
             raise _invalid(where, f"blocks of the type {kind} are not available here")
         if is_media(kind) and not in_result:
-            raise _invalid(where, no_text(kind))
+            raise _invalid(where, no_text(kind, takes_images=self._ignored.takes_images))
         self._ignored.add(f"{name}{kind}")
         self._passed_over[shown(kind)] = None
         return media_placeholder(kind) if is_media(kind) else None
@@ -212,13 +226,21 @@ class BlockTranslator:
 
 
 def _join_texts(message: Json) -> None:
-    """Join the lists of texts of a message, once: a text that grows is copied again and again."""
+    """Join the texts of a message, once: a text that grows is copied again and again."""
     if message["role"] == "assistant":
         message["content"] = "".join(message["content"])
         if "reasoning" in message:
             message["reasoning"] = "".join(message["reasoning"])
     else:
-        message["content"] = "\n".join(filter(None, message["content"]))
+        message["content"] = joined_content(message["content"])
+
+
+def _with_error_prefix(pieces: list[str | Json]) -> list[str | Json]:
+    """Return the result of a tool that failed, which begins by saying so."""
+    first = pieces[0] if pieces else ""
+    if not isinstance(first, str):
+        return [ERROR_PREFIX.rstrip(), *pieces]
+    return pieces if first.startswith(ERROR_PREFIX) else [ERROR_PREFIX + first, *pieces[1:]]
 
 
 def _tool_call(block: Json, where: str) -> Json:

@@ -27,6 +27,7 @@ from api_server.protocol.fields import (
     given_fields,
     parse,
 )
+from api_server.protocol.images import image_paths
 from api_server.protocol.messages.input import BlockTranslator
 from api_server.protocol.messages.tools import MessageTools
 from api_server.protocol.tools import MAX_LISTED_TOOLS
@@ -72,7 +73,8 @@ class CountTokensRequest(Strict):
         BeforeValidator(check_message_count),
     ]
     """The conversation: up to 4096 messages of user, assistant and system, with blocks of text,
-    tool_use, tool_result and thinking. The answer continues an assistant message at the end."""
+    image (for a model that reads images, also in a tool_result), tool_use, tool_result and
+    thinking. The answer continues an assistant message at the end."""
     system: Text | Annotated[list[Json], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     """The system prompt, a string or text blocks."""
     tools: Annotated[list[Json], Field(fail_fast=True, max_length=MAX_LISTED_TOOLS)] = []
@@ -199,6 +201,7 @@ class MessagesTranslation(ChatTranslation):
         translator.append_messages(self._request.messages)
         self._places = translator.places
         self._call_paths = translator.call_paths
+        self._image_paths = image_paths(translator.messages, translator.image_paths)
         fields = self._fields | {"messages": translator.messages}
         if translator.continues_last_message:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from api_server.protocol.chat import MAX_PARTS
 from api_server.protocol.fields import IgnoredFields, is_encodable, media_placeholder, no_text
+from api_server.protocol.images import joined_content, read_input_image
 from api_server.protocol.responses.tools import CUSTOM_INPUT, ResponseTools
 from proto.errors import InvalidRequestError, shown
 
@@ -180,6 +181,7 @@ class ItemTranslator:
     names of called functions. ignored: collects items that are passed over. places: where the
     client finds each message, for errors: the item that began it, or the instructions. call_paths:
     where it finds the arguments of each call, by the indices of the message and of the call in it.
+    image_paths: where it finds all images, in their order.
     """
 
     def __init__(
@@ -190,6 +192,7 @@ class ItemTranslator:
         self._messages: list[Item] = []
         self.places: list[str] = []
         self.call_paths: dict[tuple[int, int], str] = {}
+        self.image_paths: list[str] = []
         self._place = ""  # of the current item
         self._assistant: Item | None = None  # the message of the assistant's turn that continues
         self._instructions = [] if instructions is None else [instructions]
@@ -251,9 +254,10 @@ class ItemTranslator:
             kinds = ", ".join(self._passed_over)
             raise InvalidRequestError(f"input: holds no text, only items of type {kinds}", "input")
         for message in self._messages:
-            for name in ("content", "reasoning"):  # once: growing texts would be copied each time
-                if isinstance(message.get(name), list):
-                    message[name] = "".join(message[name])
+            if message["role"] == "assistant":
+                for name in ("content", "reasoning"):  # once: a text that grows would be copied
+                    if name in message:
+                        message[name] = "".join(message[name])
             if "tool_calls" not in message:
                 message.setdefault("content", "")
         return self._messages
@@ -267,10 +271,12 @@ class ItemTranslator:
         content = item.get("content")
         if content is None and role == "assistant":
             content = ""
-        content = _content(content, f"{where}.content")
         if role != "assistant":
+            images = self.image_paths if role == "user" and self._ignored.takes_images else None
+            content = _content(content, f"{where}.content", images)
             self._append_message({"role": role, "content": content})
             return
+        content = _content(content, f"{where}.content")
         message = self._assistant_message()
         message.setdefault("content", []).append(content)
 
@@ -319,7 +325,7 @@ class ItemTranslator:
         value = item.get(field)
         if kind not in _STRICT_RESULTS and not isinstance(value, str | list | dict):
             value = "" if value is None else json.dumps(value)
-        content = self._readable_text(value, f"{where}.{field}", f"input.{field}")
+        content = self._result_content(value, f"{where}.{field}", f"input.{field}")
         call_id = self._text_id(item, where)
         message = {"role": "tool", "tool_call_id": call_id, "content": content}
         if call_id not in self._call_ids:
@@ -334,6 +340,20 @@ class ItemTranslator:
     def _text_id(self, item: Item, where: str) -> str:
         return _string({"call_id": _call_id(item)}, "call_id", where)
 
+    def _result_content(self, value: Any, where: str, name: str) -> str | list[Item]:
+        """Return a tool's result, with its images if the model reads images."""
+        is_list = isinstance(value, list) and len(value) <= MAX_PARTS
+        if not (is_list and self._ignored.takes_images):
+            return self._readable_text(value, where, name)
+        pieces: list[str | Item] = []
+        for index, part in enumerate(value):
+            if isinstance(part, dict) and part.get("type") == "input_image":
+                self.image_paths.append(f"{where}[{index}]")
+                pieces.append(read_input_image(part, f"{where}[{index}]"))
+            else:
+                pieces.append(self._part_text(part, f"{where}[{index}]", name))
+        return joined_content(pieces)
+
     def _readable_text(self, value: Any, where: str, name: str) -> str:
         """Return the text of a tool's result, of reasoning or of another agent's message.
 
@@ -343,19 +363,25 @@ class ItemTranslator:
         if isinstance(value, dict):
             return _valid_text(json.dumps(value, ensure_ascii=False), where)
         if not isinstance(value, list) or len(value) > MAX_PARTS:
-            return _content(value, where)
-        texts = []
-        for index, part in enumerate(value):
-            if not isinstance(part, dict):
-                raise InvalidRequestError(f"{where}[{index}] must be an object", "input")
-            kind = str(part.get("type"))
-            found = [part[field] for field in _RESULT_FIELDS if isinstance(part.get(field), str)]
-            if kind in _MEDIA_PARTS:
-                found = [media_placeholder(_MEDIA_PARTS[kind])]
-            if kind in _MEDIA_PARTS or not found:
-                self._ignored.add(f"{name}.{kind}")
-            texts += [*filter(None, found), *_outcome(part)]
-        return _valid_text("\n".join(texts), where)
+            text = _content(value, where)
+            assert isinstance(text, str)
+            return text
+        texts = [
+            self._part_text(part, f"{where}[{index}]", name) for index, part in enumerate(value)
+        ]
+        return "\n".join(filter(None, texts))
+
+    def _part_text(self, part: Any, where: str, name: str) -> str:
+        """Return the text of one part; "" for one that is passed over."""
+        if not isinstance(part, dict):
+            raise InvalidRequestError(f"{where} must be an object", "input")
+        kind = str(part.get("type"))
+        found = [part[field] for field in _RESULT_FIELDS if isinstance(part.get(field), str)]
+        if kind in _MEDIA_PARTS:
+            found = [media_placeholder(_MEDIA_PARTS[kind])]
+        if kind in _MEDIA_PARTS or not found:
+            self._ignored.add(f"{name}.{kind}")
+        return _valid_text("\n".join([*filter(None, found), *_outcome(part)]), where)
 
     def _append_message(self, message: Item) -> None:
         """Add a message that is not the assistant's; system messages at the start are joined."""
@@ -409,22 +435,31 @@ def _outcome(part: Item) -> list[str]:
     return [f"exit code {outcome['exit_code']}" if "exit_code" in outcome else "timeout"]
 
 
-def _content(value: Any, where: str) -> str:
-    """Return a text, or the texts of content parts joined by line breaks."""
+def _content(value: Any, where: str, image_paths: list[str] | None = None) -> str | list[Item]:
+    """Return a text, or content parts: texts joined by line breaks, and images.
+
+    image_paths: gets the paths of the images; None where they are refused.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or len(value) > MAX_PARTS:
         raise InvalidRequestError(
             f"{where} must be a string or a list of at most {MAX_PARTS} parts", "input"
         )
-    texts = []
+    pieces: list[str | Item] = []
     for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind, path = part.get("type") if isinstance(part, dict) else None, f"{where}[{index}]"
+        if kind == "input_image" and image_paths is not None:
+            image_paths.append(path)
+            pieces.append(read_input_image(part, path))
+            continue
         field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if field is None:
-            raise InvalidRequestError(f"{where}[{index}]: {no_text(kind)}", "input")
-        texts.append(_string(part, field, f"{where}[{index}]"))
-    return "\n".join(texts)
+            reason = no_text(kind, takes_images=image_paths is not None)
+            raise InvalidRequestError(f"{path}: {reason}", "input")
+        pieces.append(_string(part, field, path))
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    return "\n".join(texts) if len(texts) == len(pieces) else joined_content(pieces)
 
 
 def _string(item: Item, name: str, where: str) -> str:
@@ -460,13 +495,20 @@ def with_merged_roles(messages: Sequence[Item]) -> list[Item]:
         if merged and role in ("system", "user"):
             previous = merged[-1]
             if previous["role"] in ("user", "tool"):
-                previous["content"].append(message["content"])
+                previous["content"] += _pieces(message["content"])
                 continue
             role = "user"
         merged.append({**message, "role": role})
         if role in ("user", "tool"):
-            merged[-1]["content"] = [message["content"]]
+            merged[-1]["content"] = _pieces(message["content"])
     for message in merged:
         if message["role"] in ("user", "tool"):
-            message["content"] = "\n".join(text for text in message["content"] if text)
+            message["content"] = joined_content(message["content"])
     return merged
+
+
+def _pieces(content: str | list[Item]) -> list[str | Item]:
+    """Return the texts and images of a content."""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] if part["type"] == "text" else part for part in content]

@@ -25,6 +25,7 @@ from api_server.protocol.fields import (
     most_members,
     parse,
 )
+from api_server.protocol.images import image_paths
 from api_server.protocol.responses.input import (
     MAX_ITEMS,
     Item,
@@ -124,7 +125,8 @@ Label = Annotated[Text, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]
 class ResponsesRequest(Strict):
     input: InputItems
     """A text, or up to 4096 items: messages, reasoning, calls of tools and their outputs,
-    compaction and references. Items without text are named in ignored_fields. May be empty beside
+    compaction and references; messages of the user and outputs may hold input_image parts, for a
+    model that reads images. Items without text are named in ignored_fields. May be empty beside
     instructions or previous_response_id."""
     model: Text | None = None
     """Name of a served model; by default the one there is."""
@@ -269,11 +271,14 @@ class ResponsesTranslation(ChatTranslation):
         messages = translator.build_messages()
         self._places = () if merge_roles else translator.places
         self._call_paths = {} if merge_roles else translator.call_paths
+        if merge_roles:
+            messages = with_merged_roles(messages)
+        self._image_paths = image_paths(messages, translator.image_paths)
         fields: dict[str, Any] = {
             **self._passed,
             "model": request.model,
             "stream": request.stream,
-            "messages": with_merged_roles(messages) if merge_roles else messages,
+            "messages": messages,
             "max_completion_tokens": request.max_output_tokens,
             "response_format": _response_format(request, ignored),
             **self.tools.chat_fields(request.parallel_tool_calls),
