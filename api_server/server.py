@@ -25,7 +25,7 @@ from api_server.engine.health import Health
 from api_server.generation.app_state import AppState, ModelTexts
 from api_server.generation.encoders.responses.peers import FrontEndPeers
 from api_server.generation.encoders.responses.stored import StoredResponses
-from api_server.generation.images import ImageInput, MediaReader
+from api_server.generation.images import ImageReader, make_image_input
 from api_server.generation.sampling import seeds
 from api_server.generation.tracing import RequestTracer
 from api_server.http.connection import MAX_BODY_BYTES, Reception
@@ -42,7 +42,6 @@ from api_server.supervisor_commands import EngineSwitch, run_commands
 from api_server.turns import return_freed_blocks
 from proto.messages.engine_io import request_ids
 from proto.messages.lifecycle import FrontEndReady, PhaseClock, ProcessBoot
-from proto.messages.prepared_model import PreparedModel
 from proto.runtime.process import REQUEST_LOOP_GC, freeze_heap
 from proto.runtime.security import server_context
 from proto.runtime.sockets import Link
@@ -97,6 +96,8 @@ async def _serve(boot: ProcessBoot, link: Link, clock: PhaseClock) -> None:
     await serving
     answering.cancel()
     app_state.peers.close()
+    if (images := app.state.app_state.images) is not None:
+        await images.reader.close()
     if app_state.tracer is not None:
         await asyncio.to_thread(app_state.tracer.close)
 
@@ -107,15 +108,17 @@ async def _report_ready(app_state: AppState, clock: PhaseClock) -> None:
     engine = await app_state.client.wait_ready()
     logger.info("ready: up to %d tokens a request", engine.max_model_len)
     clock.end("engine")
+    if app_state.images is not None:
+        app_state.images.reader.warm_up()
     app_state.supervisor.send(FrontEndReady(app_state.supervisor.index, clock.phases))
 
 
 def make_app_state(
-    boot: ProcessBoot, link: Link, supervisor: SupervisorLink, media: MediaReader | None = None
+    boot: ProcessBoot, link: Link, supervisor: SupervisorLink, media: ImageReader | None = None
 ) -> AppState:
     """Return the application's state.
 
-    link: to the engine. media: loads images; None if the model reads text only.
+    link: to the engine. media: loads images, in place of the reader of the model.
     """
     model, config = boot.model, boot.config
     name, *aliases = config.model.served_names(model.name)
@@ -165,15 +168,9 @@ def make_app_state(
         generation_defaults=texts.generation_defaults,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
         sampler=_make_sampler(config.trace.parsed_profiler(), boot.index),
-        images=_make_image_input(texts.model, media),
+        images=make_image_input(boot, texts.model, texts.tokenizer, media),
         seeds=seeds(config.model.seed, boot.index),
     )
-
-
-def _make_image_input(model: PreparedModel, media: MediaReader | None) -> ImageInput | None:
-    if model.vision is None or media is None:
-        return None
-    return ImageInput(media, model.vision.image_token_id)
 
 
 def _make_sampler(config: ProfilerConfig | None, index: int) -> StackSampler | None:

@@ -20,6 +20,7 @@ from api_server.engine.async_link import SupervisorLink
 from api_server.engine.engine_client import connect_engine
 from api_server.engine.health import InFlightCounter
 from api_server.generation.app_state import AppState, ModelTexts
+from api_server.generation.images import make_image_input
 from proto.errors import ModelError
 from proto.messages.lifecycle import (
     AbortRequests,
@@ -60,6 +61,7 @@ class EngineSwitch:
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._old_states: dict[int, AppState] = {}
         self._in_flight: list[InFlightCounter] = [self.app_state.in_flight]
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def app_state(self) -> AppState:
@@ -119,6 +121,7 @@ class EngineSwitch:
             prepared.adapters.base_names = (prepared.model_name, *prepared.aliases)
         prepared.live_view.publish_notice("reload", "new requests go to the reloaded engine")
         if client.epoch == epoch:
+            self._closing = asyncio.create_task(_close_images(old))
             return
         client.switch(epoch)
         self._discard_profile()
@@ -148,6 +151,7 @@ class EngineSwitch:
         try:
             texts = await asyncio.to_thread(ModelTexts.load, self._boot.config, message.model)
             await texts.chat_template.compile()
+            images = make_image_input(self._boot, texts.model, texts.tokenizer)
             old = self.app_state
             if not message.in_place:
                 link = connect_engine(self._boot, epoch)
@@ -171,7 +175,7 @@ class EngineSwitch:
             tokenizer=texts.tokenizer,
             chat_template=texts.chat_template,
             harmony=texts.harmony,
-            images=None if texts.model.vision is None else old.images,
+            images=images,
             generation_defaults=texts.generation_defaults,
             vocabulary=texts.vocabulary,
             epoch=epoch,
@@ -201,7 +205,14 @@ class EngineSwitch:
         await old.in_flight.wait_until_idle()
         del self._leaving[old.epoch], self._old_states[old.epoch]
         old.client.drop(old.epoch)
+        await _close_images(old)
         self._supervisor.send(OldEngineIdle(self._boot.index, old.epoch))
+
+
+async def _close_images(old: AppState) -> None:
+    """End the process for images of a model that takes no more requests."""
+    if old.images is not None:
+        await old.images.reader.close()
 
 
 async def run_commands(

@@ -14,54 +14,20 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any, Final, Protocol
 
+from api_server.media.reader import ImageSource, LoadedImage, MediaReader
 from api_server.protocol.chat import ConversationFields, Message
+from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError, shown
-from proto.messages.multimodal import MultiModalFeature, SharedPixels
+from proto.messages.lifecycle import ProcessBoot
+from proto.messages.multimodal import MultiModalFeature
+from proto.messages.prepared_model import PreparedModel
 
-MAX_IMAGES: Final = 64
-"""Most images of a request, by default."""
 _OTHER_TEXTS: Final = {"tools", "documents", "chat_template_kwargs"}
 """Fields beside the messages whose texts may be part of the prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSource:
-    """An image that a client has sent.
-
-    url: a data URI or an address; None for one that was sent before with the same uuid. param: path
-    in the request, for errors.
-    """
-
-    url: str | None
-    uuid: str | None
-    detail: str
-    param: str
-
-
-class Lease(Protocol):
-    """The right to use pixels in shared memory, until it is released."""
-
-    def release(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedImage:
-    """An image whose pixels are in shared memory.
-
-    expansion: text that takes the place of the placeholder, with num_embeds image tokens. Other
-    fields as in MultiModalFeature.
-    """
-
-    mm_hash: bytes
-    pixels: SharedPixels
-    grid: tuple[int, ...]
-    num_embeds: int
-    expansion: str
-    lease: Lease
-
-
-class MediaReader(Protocol):
-    """Loads images of requests for one model, and puts their pixels into shared memory."""
+class ImageReader(Protocol):
+    """What `MediaReader` does for requests, and the stand-in of tests."""
 
     @property
     def placeholder(self) -> str:
@@ -71,6 +37,14 @@ class MediaReader(Protocol):
     @property
     def image_token(self) -> str:
         """Text of the token that stands for a row of encoder output."""
+        ...
+
+    def warm_up(self) -> None:
+        """Prepare for the first image."""
+        ...
+
+    async def close(self) -> None:
+        """Read no image any more; pixels stay for the requests that have them."""
         ...
 
     async def read(
@@ -90,9 +64,9 @@ class ImageInput:
     image_token_id: of the reader's image token. max_images: of a request.
     """
 
-    reader: MediaReader
+    reader: ImageReader
     image_token_id: int
-    max_images: int = MAX_IMAGES
+    max_images: int
 
     @property
     def placeholder(self) -> str:
@@ -173,10 +147,7 @@ class ImageInput:
 
         Raises InvalidRequestError that names an image that cannot be read.
         """
-        try:
-            images = await self.reader.read(sources, tenant, salt)
-        except InvalidRequestError as error:
-            raise type(error)(f"{error.param}: {error.message}", error.param) from None
+        images = await self.reader.read(sources, tenant, salt)
         for image in images:
             leases.callback(image.lease.release)
         return images
@@ -217,6 +188,29 @@ class ImageInput:
             )
             position = end
         return features
+
+
+def make_image_input(
+    boot: ProcessBoot,
+    model: PreparedModel,
+    tokenizer: ModelTokenizer,
+    reader: ImageReader | None = None,
+) -> ImageInput | None:
+    """Return how a front end reads images for a model; None for text only.
+
+    reader: in place of one for the model. Raises ModelError.
+    """
+    config = boot.config.media
+    if model.vision is None or not config.max_images:
+        return None
+    if reader is None:
+        owner = f"{boot.index}.{boot.incarnation}"
+
+        def token_text(token_id: int) -> str:
+            return tokenizer.token_names([token_id])[0] or ""
+
+        reader = MediaReader.create(model, config, boot.run_dir, owner, token_text)
+    return ImageInput(reader, model.vision.image_token_id, config.max_images)
 
 
 def _strings(value: Any) -> Iterator[str]:
