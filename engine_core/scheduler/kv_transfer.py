@@ -440,7 +440,7 @@ class KVTransferManager(SchedulerFeature):
     def discard_content_after(self, request: Request, num_valid: int) -> None:
         """Make KV of a request after its first tokens unfindable, here, and all of it elsewhere.
 
-        Also of one that has ended or was preempted; then other blocks of equal content go, too.
+        Also of a request that has ended or was preempted: then equal content of others goes, too.
         """
         if request.status is RequestStatus.RUNNING:
             self._kv_cache.uncache_after(request, num_valid)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
-from api_server.generation.images import ImageSource, LoadedImage
+from api_server.media.reader import ImageSource, LoadedImage
 from proto.errors import InvalidRequestError
 from proto.messages.multimodal import SharedPixels
 
@@ -54,11 +54,11 @@ class FakeMediaReader:
         if url is None:
             url = self._known.get((tenant, salt, source.uuid or ""))
             if url is None:
-                raise InvalidRequestError("no image is kept here", source.param)
+                raise InvalidRequestError(f"{source.param}: no image is kept here", source.param)
         elif source.uuid is not None:
             self._known[tenant, salt, source.uuid] = url
         if "bad" in url:
-            raise InvalidRequestError("no image can be read", source.param)
+            raise InvalidRequestError(f"{source.param}: no image can be read", source.param)
         return url
 
     def _image(self, url: str, source: ImageSource, tenant: int, salt: str | None) -> LoadedImage:
@@ -72,3 +72,7 @@ class FakeMediaReader:
             expansion=f"<around>{'<image>' * number}<around>",
             lease=FakeLease(self),
         )
+
+    def warm_up(self) -> None: ...
+
+    async def close(self) -> None: ...

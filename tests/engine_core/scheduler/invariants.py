@@ -470,8 +470,8 @@ class Watch:
                 missing = 0  # a draft is being verified
             missing += len(plan.drafts.get(request.seq_id, ()))
             number = numbers.get(request.seq_id, 0)
-            if request.mm_features and missing > 1:
-                continue  # it may wait for the encoder, and leaves tokens for those after it
+            if self._engine.encoder_inputs is not None and missing > 1:
+                continue  # it may wait for the encoder, or leaves tokens for those after it
             if missing == 1 or not self._engine.settings.get("max_prefill_slowdown"):
                 assert number or missing <= 0, f"{request!r} got nothing"
                 wanted = min(missing, self._engine.longest_chunk)

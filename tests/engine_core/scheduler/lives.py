@@ -276,9 +276,12 @@ KINDS = {
         expects={"slices": 150, "loads": 100, "waits for the encoder": 50},
     ),
     "images and drafts": Kind(
-        lambda rng: {**with_images(rng), **{
-            name: value for name, value in with_drafts(rng).items()
-            if name in ("max_num_batched_tokens", "num_dropped_blocks", "max_num_seqs")}},
+        lambda rng: {
+            **with_images(rng),
+            "max_num_batched_tokens": rng.choice([40, 64]),
+            "max_num_seqs": rng.choice([8, 16, 32]),
+            "num_dropped_blocks": int(rng.random() < 0.4),
+        },
         (("step", 60), ("add", 9), ("abort", 2), ("abort_in_flight", 1), ("lose_workers", 1)),
         has_drafts=True,
         has_images=True,
