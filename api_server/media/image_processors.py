@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,9 +17,8 @@ from api_server.media.placeholders import TILED
 from api_server.media.settings import inner, processor_settings, read_settings
 from proto.errors import ModelError, shown
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
+PillowImage = Any
+"""A PIL.Image.Image; the package is imported in functions only."""
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF")
 MAX_ASPECT_RATIO: Final = 200
 """Most times that an image is wider than high, or the reverse. Scaled until its shorter side fits a
@@ -51,7 +50,7 @@ def hide_torch() -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 
-def open_image(encoded: bytes, max_pixels: int) -> "Image":
+def open_image(encoded: bytes, max_pixels: int) -> PillowImage:
     """Read the header of an image; raises ImageError before anything is decoded.
 
     The format is the one of its first bytes. An animation is its first frame.
@@ -81,7 +80,7 @@ def open_image(encoded: bytes, max_pixels: int) -> "Image":
     return image
 
 
-def decode(image: "Image") -> "Image":
+def decode(image: PillowImage) -> PillowImage:
     """Return an image with 8 bits a channel, rotated as its EXIF data says; raises ImageError."""
     from PIL import Image, ImageOps
 
@@ -137,7 +136,7 @@ class ImageProcessor:
         return cls(architecture, processor_settings(folder), tower)
 
     def process(
-        self, image: "Image", detail: str
+        self, image: PillowImage, detail: str
     ) -> tuple["np.ndarray[Any, Any]", tuple[int, ...]]:
         """Return pixels [tiles, channels, height, width] in float32, and rows and columns of tiles.
 

@@ -115,13 +115,20 @@ class MediaReader:
             config.max_image_pixels,
             config.media_timeout,
         )
+        remote = None
+        if config.allowed_media_domains:
+            from api_server.media.remote import RemoteImages  # needs packages of its own
+
+            remote = RemoteImages(
+                config.allowed_media_domains, config.max_image_bytes, config.media_timeout
+            )
         settings = [architecture, processor_settings(model.folder)]
         return cls(
             config,
             read_placeholders(model, token_text),
             process,
             store,
-            ImageSources(config),
+            ImageSources(config, remote),
             json.dumps(settings, sort_keys=True).encode(),
             architecture in TILED,
         )

@@ -22,13 +22,12 @@ _BASE64: Final = ";base64"
 class ImageSources:
     """Reads encoded images within the limits of the settings.
 
-    remote: fetches from URLs; by default from the allowed hosts.
+    remote: fetches from the allowed hosts; None if there are none.
     """
 
     def __init__(self, config: MediaConfig, remote: "RemoteImages | None" = None) -> None:
         self._max_bytes = config.max_image_bytes
         self._seconds = config.media_timeout
-        self._domains = config.allowed_media_domains
         self._root = config.allowed_local_media_path
         self._remote = remote
 
@@ -40,20 +39,17 @@ class ImageSources:
                 return self._decode(url)
             return await asyncio.to_thread(self._decode, url)
         if scheme in ("http", "https"):
-            return await self._remote_images().fetch(url)
+            if self._remote is None:
+                raise InvalidRequestError(
+                    "images are not loaded from URLs here: send a data URI, or have the operator "
+                    "allow the host (--allowed-media-domains)"
+                )
+            return await self._remote.fetch(url)
         if scheme == "file":
             return await self._read_file(url)
         raise InvalidRequestError(
             f"an image is a data URI or a URL of http or https, got {shown(url)}"
         )
-
-    def _remote_images(self) -> "RemoteImages":
-        """Return the part for URLs, whose packages are imported when a request has one."""
-        if self._remote is None:
-            from api_server.media.remote import RemoteImages
-
-            self._remote = RemoteImages(self._domains, self._max_bytes, self._seconds)
-        return self._remote
 
     def _decode(self, url: str) -> bytes:
         header, comma, body = url.partition(",")

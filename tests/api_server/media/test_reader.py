@@ -186,6 +186,15 @@ async def test_the_number_of_images_has_a_limit(case: Case) -> None:
     assert caught.value.message.startswith("part 4: ")
 
 
+async def test_urls_of_other_hosts_name_the_part(model: PreparedModel, tmp_path: Path) -> None:
+    async with open_reader(
+        model, tmp_path / "run", allowed_media_domains=("images.example",)
+    ) as reader:
+        with pytest.raises(InvalidRequestError, match="^part: .*not among") as caught:
+            await reader.read([source("http://169.254.169.254/", param="part")], 0, None)
+        assert caught.value.param == "part"
+
+
 async def test_a_uuid_finds_the_image_of_its_tenant_and_salt(
     case: Case, counted: list[str]
 ) -> None:

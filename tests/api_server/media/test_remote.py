@@ -160,12 +160,6 @@ async def test_a_port_that_the_entry_names_is_in_the_host_header(server) -> None
     assert "host: images.example:8080\r\n" in server.requests[0].lower()
 
 
-async def test_without_hosts_nothing_is_fetched(server) -> None:
-    case = Case(server, domains=[])
-    assert "--allowed-media-domains" in await case.error("http://images.example/")
-    assert case.names.num_lookups == 0
-
-
 @pytest.mark.parametrize(
     "url",
     [

@@ -41,6 +41,11 @@ async def test_what_is_no_image_is_refused(url: str) -> None:
     assert "image" in await error(sources(allowed_media_domains=("*",)), url)
 
 
+@pytest.mark.parametrize("url", ["http://images.example/", "HTTPS://images.example/"])
+async def test_without_allowed_hosts_no_url_is_fetched(url: str) -> None:
+    assert "--allowed-media-domains" in await error(sources(), url)
+
+
 async def test_bytes_of_a_data_uri_have_a_limit() -> None:
     images = sources(max_image_bytes=10)
     for size, fits in [(9, True), (10, True), (11, False), (12, False), (13, False), (100, False)]:
