@@ -103,6 +103,9 @@ SUITES = (
     Suite("media", "KV in host memory, on disk, in Redis and shared storage", 1500, 600),
     Suite("adapters", "LoRA adapters behind the real daemon, against merged weights", 900, 300),
     Suite(
+        "images", "models that read images behind the real daemon, against transformers", 900, 300
+    ),
+    Suite(
         "models",
         "hybrid models, models on transformers' code, tensor parallelism, routed experts, gpt-oss",
         *(1200, 600),
