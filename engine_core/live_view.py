@@ -264,6 +264,7 @@ def request_view(request: Request, owner: int, num_blocks: int) -> RequestView:
         cached_tokens=request.num_cached_tokens,
         num_blocks=num_blocks,
         adapter="" if lora is None else lora.lora_name,
+        num_images=len(request.mm_features),
     )
 
 
