@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import gguf
+import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -21,6 +24,8 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from deploy.models import hf_folder, prepared_folder
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.tiny_model_files import TOKENS
 from tests.fakes.tiny_transformers import random_model
 
@@ -198,6 +203,57 @@ def read_vision_model(folder: Path) -> Any:
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     cls = getattr(transformers, architecture)
     return cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def prepare_vision_model(source: Path, folder: Path) -> PreparedModel:
+    """Write the prepared folder of a saved model, as `deploy` does."""
+    folder.mkdir()
+    contents = hf_folder.read(str(source), lambda what: None)
+    names = {"source": str(source), "target": str(folder), "final": str(folder)}
+    return prepared_folder.write(contents, name="tiny", **names)
+
+
+def write_mmproj(model: Path, path: Path, **changes: Any) -> None:
+    """Write the vision part of a saved model as llama.cpp's converter does.
+
+    changes: keys of the metadata without their prefix, or other values; None leaves one out.
+    """
+    config = json.loads((model / "config.json").read_text())
+    tower, is_gemma = config["vision_config"], config["model_type"] == "gemma3"
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type("gemma3" if is_gemma else "idefics3")
+    writer.add_vision_use_gelu(True)
+    keys = {
+        "image_size": tower["image_size"],
+        "patch_size": tower["patch_size"],
+        "embedding_length": tower["hidden_size"],
+        "feed_forward_length": tower["intermediate_size"],
+        "block_count": tower["num_hidden_layers"],
+        "attention.head_count": tower["num_attention_heads"],
+        "attention.layer_norm_epsilon": tower["layer_norm_eps"],
+        "projection_dim": config["text_config"]["hidden_size"],
+        "projector.scale_factor": 2,
+        **({} if is_gemma else {"preproc_image_size": 48}),
+    }
+    for key, value in (keys | changes).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        if value is not None:
+            add(f"clip.vision.{key}", value)
+    for key in ("image_mean", "image_std"):
+        writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
+    for own, weight in load_file(model / "model.safetensors").items():
+        full = own.replace("vision_tower.", "vision_tower.vision_model.")
+        full = full.replace("projection_weight", "projection.weight")
+        theirs = names.get_name(full, try_suffixes=(".weight", ".bias"))
+        if theirs is not None and theirs.startswith(("v.", "mm.")):
+            shift = 1.0 if "soft_emb_norm" in own else 0.0  # as the converter does
+            writer.add_tensor(theirs, weight.float().numpy() + np.float32(shift))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def vision_tokenizer(placeholder: str = IMAGE) -> PreTrainedTokenizerFast:
