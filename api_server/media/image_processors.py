@@ -5,6 +5,7 @@ need numpy and Pillow alone, so torch is never loaded (`hide_torch`).
 """
 
 import io
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -46,7 +47,11 @@ class ImageError(Exception):
 
 
 def hide_torch() -> None:
-    """Have transformers find no torch, which takes seconds and 200 MB to import."""
+    """Have transformers find no torch, which takes seconds and 200 MB to import.
+
+    It would write into the log what it cannot do without.
+    """
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 

@@ -235,11 +235,7 @@ class RemoteImages:
         url = httpcore.URL(
             scheme=target.scheme, host=target.host, port=target.port, target=target.path
         )
-        headers: dict[bytes | str, bytes | str] = {
-            "Host": target.host_header,
-            "Accept": "image/*",
-            "User-Agent": "tokend",
-        }
+        headers = [("Host", target.host_header), ("Accept", "image/*"), ("User-Agent", "tokend")]
         async with (
             httpcore.AsyncConnectionPool(self._tls, network_backend=self._network) as pool,
             pool.stream("GET", url, headers=headers) as response,

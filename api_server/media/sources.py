@@ -1,7 +1,6 @@
 """Encoded images from where a request says: data URIs, http and https URLs, local files."""
 
 import asyncio
-import base64
 import binascii
 import os
 import stat
@@ -60,8 +59,8 @@ class ImageSources:
         if len(body) // 4 * 3 > self._max_bytes + 2:
             raise too_large(self._max_bytes)
         try:
-            content = base64.b64decode(body, validate=True)
-        except (binascii.Error, ValueError):
+            content = binascii.a2b_base64(body, strict_mode=True)
+        except ValueError:
             raise InvalidRequestError("the data URI of the image is not base64") from None
         if len(content) > self._max_bytes:
             raise too_large(self._max_bytes)

@@ -99,14 +99,6 @@ def pixels_folder(run_dir: str) -> str:
     return os.path.join(run_dir, "pixels")
 
 
-def remove_pixels(run_dir: str, index: int) -> None:
-    """Remove the pixels of images of a front end that has ended."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(pixels_folder(run_dir)):
-            if name.startswith(f"{index}."):
-                os.unlink(os.path.join(pixels_folder(run_dir), name))
-
-
 def read_state(run_dir: str) -> DaemonState:
     """Return the state of a daemon; raises OSError or ProtocolError."""
     return from_json(Path(run_dir, _STATE).read_bytes(), DaemonState)
@@ -175,6 +167,14 @@ def _is_own(path: Path) -> bool:
     """Whether a path is a directory of this user; raises FileNotFoundError."""
     status = path.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def remove_pixels(run_dir: str, index: int) -> None:
+    """Remove the pixels of images of a front end that has ended."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(pixels_folder(run_dir)):
+            if name.startswith(f"{index}."):
+                os.unlink(os.path.join(pixels_folder(run_dir), name))
 
 
 def parents(environment_runtime_dir: str | None) -> list[str]:

@@ -381,6 +381,7 @@ def test_the_process_ends_with_its_front_end(tmp_path: Path) -> None:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, str(file), *arguments],
             stdin=theirs.fileno(),
+            stderr=subprocess.PIPE,
             pass_fds=[file],
         )
     with own:
@@ -390,6 +391,6 @@ def test_the_process_ends_with_its_front_end(tmp_path: Path) -> None:
         process.send_signal(signal.SIGSTOP)
         own.send(encode(ImageTask(len(encoded), "0.0.1", "", 10.0)))
     process.send_signal(signal.SIGCONT)
-    assert process.wait(20) == 0
+    assert (process.communicate(timeout=20)[1], process.returncode) == (b"", 0)
     os.close(file)
     assert os.listdir(tmp_path / "pixels") == ["0.0.0"]

@@ -190,7 +190,7 @@ async def test_urls_of_other_hosts_name_the_part(model: PreparedModel, tmp_path:
     async with open_reader(
         model, tmp_path / "run", allowed_media_domains=("images.example",)
     ) as reader:
-        with pytest.raises(InvalidRequestError, match="^part: .*not among") as caught:
+        with pytest.raises(InvalidRequestError, match=r"^part: .*not among") as caught:
             await reader.read([source("http://169.254.169.254/", param="part")], 0, None)
         assert caught.value.param == "part"
 
