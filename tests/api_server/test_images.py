@@ -237,6 +237,15 @@ async def test_the_result_of_a_tool_has_images(serve, scripted, template):
         assert found.index(rows(2)) < found.index(rows(4))
 
 
+async def test_tools_reach_a_template_that_knows_nothing_but_parts(serve, scripted):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    async with serve(scripted("Hi"), ONLY_PARTS, max_model_len=2048) as front_end:
+        request = await ask(front_end, image(TWO), tools=[tool])
+        found = prompt_of(front_end, request)
+        assert "system\n# Tools" in found
+        assert f"user\n{rows(2)}<|im_end|>" in found
+
+
 async def test_choices_grammars_streams_and_a_continued_answer(serve, scripted, reader):
     async with serve(scripted("Hi")) as front_end:
         request = await ask(front_end, image(TWO), n=2)

@@ -93,13 +93,14 @@ def drop(page: Any, path: Path, kind: str) -> None:
 def test_images_come_by_file_drop_and_paste(visit: Visit, tmp_path: Path) -> None:
     page = seeing(visit)
     small, large = picture(tmp_path / "a.png"), picture(tmp_path / "b.png", (3000, 1000))
-    page.set_input_files("#attach-file", small)
-    page.wait_for_selector(".thumb >> nth=0")
-    drop(page, small, "drop")
+    page.set_input_files("#attach-file", [small, small])
     page.wait_for_selector(".thumb >> nth=1")
-    drop(page, large, "paste")
+    drop(page, small, "drop")
     page.wait_for_selector(".thumb >> nth=2")
-    page.click("button[aria-label='Remove image 2']")
+    drop(page, large, "paste")
+    page.wait_for_selector(".thumb >> nth=3")
+    for _ in range(2):
+        page.click("button[aria-label='Remove image 2']")
     assert page.locator(".thumb").count() == 2
     parts = send(page, "What colour?")
     assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]

@@ -57,7 +57,7 @@ export class Attachments {
   }
 
   async #add(files) {
-    for (const file of files) {
+    for (const file of [...files]) { // the browser empties the list meanwhile
       try {
         const url = await dataUriOf(file);
         if (!this.isOffered) return;
