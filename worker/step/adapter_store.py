@@ -4,10 +4,11 @@
     steps ─▶ AdapterStore.running: the products add the adapters of the step's rows
     DropAdapter ─▶ AdapterStore.drop
 
-The cores of a CPU belong to the steps. So the thread works in slices of two milliseconds, none of
-which begins while a step is computed; a step waits for the end of one slice at most. It reads files
-between slices, because a disk may not answer; then another thread takes its place when the adapter
-is dropped.
+The cores of a CPU belong to the steps. So the thread works in slices, none of which begins while a
+step is computed; a step waits for the end of one slice at most. A slice has two milliseconds, or a
+share of the last step's time, which grows with the number of loads, because requests may wait for
+them. Files are read between slices, because a disk may not answer; then another thread takes the
+place of the one that waits when the adapter is dropped.
 """
 
 import logging
@@ -35,6 +36,8 @@ from worker.loader.adapters.files import READS, Slices
 logger = logging.getLogger("tokend.worker")
 
 _SLICE_SECONDS: Final = 0.002
+_SHARE_PER_LOAD, _LARGEST_SHARE = 0.15, 0.5
+"""Of the time of a step, for a slice after it: what loads may add to the time per token."""
 _PAUSE_SECONDS: Final = 0.0005
 """Between two slices, so that a step that waits begins first."""
 _JOIN_SECONDS: Final = 1.0
@@ -60,6 +63,7 @@ class AdapterStore:
             SimpleQueue()
         )
         self._slice = threading.Lock()
+        self._step_seconds = 0.0
         self._signal = EventFd()
         self._thread: threading.Thread | None = None
         self._latest: tuple[bytes, tuple[AdapterRows, ...]] = (b"", ())
@@ -124,7 +128,9 @@ class AdapterStore:
     def computing(self) -> Iterator[None]:
         """Keep the cores for a step."""
         with self._slice:
+            started = time.monotonic()
             yield
+            self._step_seconds = time.monotonic() - started
 
     def running(self, adapters: TokenAdapters) -> AbstractContextManager[None]:
         """Let products and logits of some rows add their adapters."""
@@ -206,7 +212,7 @@ class AdapterStore:
                     what = self._read(message, work)
                 else:
                     with self._slice:
-                        end = time.monotonic() + _SLICE_SECONDS
+                        end = time.monotonic() + self._slice_seconds()
                         while what != READS and time.monotonic() < end:
                             what = next(work)
                 if what != READS or time.monotonic() > paused + _SLICE_SECONDS:
@@ -216,6 +222,10 @@ class AdapterStore:
             found: Adapter = finished.value
             return found
         return None
+
+    def _slice_seconds(self) -> float:
+        share = min(_SHARE_PER_LOAD * len(self._wanted), _LARGEST_SHARE)
+        return max(_SLICE_SECONDS, share * self._step_seconds)
 
     def _read(self, message: LoadAdapter, work: Slices[Adapter]) -> str | None:
         """Do a piece of work that may wait for a disk; return what it yields."""

@@ -349,3 +349,12 @@ def test_tables_are_read_and_converted_in_slices(
             slices.now = 0
     assert 8 * 64 <= slices.most <= 1.5 * 96 * 64
     case.assert_served(case.adapter)
+
+
+def test_an_adapter_is_read_before_any_of_it_is_worked_on(tmp_path: Path) -> None:
+    """Work that follows a read may have to wait for a step."""
+    case = Case("llama", tmp_path, {"target_modules": ["q_proj", "down_proj"], "r": 2})
+    pieces = list(Served(case.prepared).loader.load(str(case.adapter)))
+    num_reads = pieces.count(files.READS)
+    assert num_reads > 4
+    assert pieces[:num_reads] == [files.READS] * num_reads

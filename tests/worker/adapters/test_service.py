@@ -262,6 +262,22 @@ def test_a_disk_that_does_not_answer_delays_no_step_and_no_later_load() -> None:
         store.close()
 
 
+@pytest.mark.parametrize(("num_loads", "least", "most"), [(1, 0.1, 0.2), (8, 0.4, 0.6)])
+def test_slices_have_a_share_of_the_steps_that_grows_with_the_loads(
+    num_loads: int, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("worker.step.adapter_store.time", Mock(monotonic=lambda: now))
+    store = AdapterStore(Mock(), StepAdapters())
+    store._wanted = {number: Mock() for number in range(num_loads)}
+    with store.computing():
+        now += 0.1
+    assert least * 0.1 <= store._slice_seconds() <= most * 0.1
+    with store.computing():
+        now += 0.001
+    assert store._slice_seconds() == 0.002
+
+
 def test_the_next_engine_loads_its_adapters_again(model: Model, running: Running) -> None:
     """By ids of its own; a load that the last engine has begun has no answer."""
     first = running.engine(1)

@@ -24,7 +24,7 @@ from worker.layers.adapters import (
     SlicedLinear,
 )
 from worker.layers.linear import Linear
-from worker.loader.adapters.files import AdapterFile, Slices, read_adapter_file
+from worker.loader.adapters.files import AdapterFile, Slices, all_finite, read_adapter_file
 from worker.loader.adapters.peft_config import PeftConfig
 from worker.loader.adapters.tensors import (
     EMBEDDING_NAMES,
@@ -257,7 +257,7 @@ class AdapterLoader:
             change = delta.up @ (delta.down @ probes[size])
             if delta.bias is not None:
                 change = change + delta.bias
-            if not change.isfinite().all():
+            if not all_finite(change):
                 raise ModelError(
                     f"the adapter of {delta.name} changes a probe of ordinary numbers by NaN or "
                     "infinity"
@@ -311,8 +311,8 @@ class AdapterLoader:
 
     def _converted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor as the products of activations read it."""
-        converted = tensor.to(self._dtype).contiguous()
-        if not converted.isfinite().all():
+        converted = tensor.to(self._dtype)
+        if not all_finite(converted):
             raise ModelError(f"the adapter of {name} is not finite as {self._dtype}")
         return converted
 
