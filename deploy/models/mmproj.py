@@ -89,8 +89,10 @@ def read(
     if type(scale) is not int or not 0 < scale <= side:
         raise ModelError(f"{path}: {_VISION}projector.scale_factor = {shown(repr(scale))}")
     settings = kind.settings(vision, side, scale)
-    colours = {key: vision[key] for key in ("image_mean", "image_std") if key in vision}
-    rounded = {key: [float(f"{each:.7g}") for each in colours[key]] for key in colours}
+    images = dict(settings.images)
+    for key in ("image_mean", "image_std"):
+        if key in vision:
+            images[key] = [float(f"{each:.7g}") for each in vision[key]]
     return vision_contents(
         kind.architecture,
         tokens.index(kind.image_token),
@@ -98,7 +100,7 @@ def read(
         settings.projector,
         text,
         tuple(_renamed(own.tensors, tower, file)),
-        {**settings.images, **rounded},
+        images,
         settings.processor,
     )
 

@@ -1,6 +1,5 @@
 """Vision parts against transformers in float32: rows of images, tokens that follow, refusals."""
 
-import json
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -441,4 +440,4 @@ def test_a_damaged_file_of_the_image_processor(tmp_path: Path) -> None:
 
 def test_the_list_of_families() -> None:
     assert {each.architecture for each in VISION_MODELS.values()} == set(VISION_FAMILIES)
-    assert json.dumps(sorted(VISION_FAMILIES)) == json.dumps(list(VISION_FAMILIES))
+    assert list(VISION_FAMILIES) == sorted(VISION_FAMILIES)
