@@ -346,13 +346,15 @@ class KVCacheManager:
         for group in self.groups:
             group.uncache_after(request.seq_id, num_valid_tokens)
 
-    def uncache_content(self, request: Request) -> None:
+    def uncache_content(self, request: Request, first_token: int = 0) -> None:
         """Make every block with content of this request unfindable, whichever request filled it.
 
-        Also blocks that were freed. Requests that reference these blocks keep them.
+        From the block of `first_token` on. Also blocks that were freed. Requests that reference
+        these blocks keep them.
         """
+        hashes = request.block_hashes[first_token // self.block_size :]
         for group in self.groups:
-            group.uncache_hashes(request.block_hashes)
+            group.uncache_hashes(hashes)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, changing nothing, while any request has blocks.

@@ -437,6 +437,17 @@ class KVTransferManager(SchedulerFeature):
         self._kv_cache.uncache_content(request)
         self.connector.invalidate_request(request)
 
+    def discard_content_after(self, request: Request, num_valid: int) -> None:
+        """Make KV of a request after its first tokens unfindable, here, and all of it elsewhere.
+
+        Also of a request that has ended or was preempted: then equal content of others goes, too.
+        """
+        if request.status is RequestStatus.RUNNING:
+            self._kv_cache.uncache_after(request, num_valid)
+        else:
+            self._kv_cache.uncache_content(request, num_valid)
+        self.connector.invalidate_request(request)
+
     def drop_loads(self) -> None:
         """Return requests that load to the queue; their blocks are kept until the copies end."""
         for seq_id, load in list(self._loads.items()):

@@ -14,7 +14,8 @@ left out until the result says how many tokens it got; others may be planned ahe
 waits for a grammar mask is left out, too. Requests that defer to another tenant
 (`features/fairness.py`) may get nothing for a while, because requests that were served less are
 served first. So may one that stands before an image without encoder output
-(`features/encoder_inputs.py`), which the workers encode then.
+(`features/encoder_inputs.py`), which the workers encode then; those admitted meanwhile keep a token
+in each step.
 
 The first waiting request without room ends admission, so no later request overtakes it. If all that
 it lacks is prompt tokens of this step, requests whose KV a connector has may pass it, because they
@@ -264,7 +265,9 @@ class StepPlanner:
         """Begin the encoder work of the step, and make room for an image that cannot be cut."""
         assert self._encoder_inputs is not None
         num_decoding = len(self._running) - self._fairness.num_prefilling
-        self._encoder_inputs.begin_step(self._throttle.spare_seconds(num_decoding))
+        self._encoder_inputs.begin_step(
+            self._throttle.spare_seconds(num_decoding), self._fairness.num_prefilling
+        )
         least = self._encoder_inputs.least_prompt_tokens
         plan.prompt_budget = max(plan.prompt_budget, min(least, plan.budget))
 
@@ -301,10 +304,9 @@ class StepPlanner:
                 num_new = min(num_new, prompt_budget)
                 if num_new <= 0:
                     continue  # decoding requests after it may still be planned
-            if encoder_inputs is not None and request.num_computed_tokens < request.mm_end:
-                num_new = encoder_inputs.cut_chunk(
-                    request, request.num_computed_tokens, num_new, min(longest_chunk, budget)
-                )
+            if encoder_inputs is not None and (request.mm_end or encoder_inputs.leaves_room):
+                num_after = end - position if encoder_inputs.leaves_room else 0
+                num_new = self._image_chunk(request, num_new, budget - num_after)
                 if num_new == 0:
                     continue
             blocks = allocate_slots(request, num_new)
@@ -335,6 +337,20 @@ class StepPlanner:
                     prompt_budget -= num_new
                     plan.count_prefilling(1, num_new)
         plan.budget, plan.prompt_budget = budget, prompt_budget
+
+    def _image_chunk(self, request: Request, num_new: int, room: int) -> int:
+        """Return how many of `num_new` tokens a running request computes; 0 for none.
+
+        room: tokens that its prompt may have (`EncoderInputs.leaves_room`).
+        """
+        assert self._encoder_inputs is not None
+        num_computed = request.num_computed_tokens
+        if request.is_prefilling:
+            num_new = max(0, min(num_new, room))
+        if num_new and num_computed < request.mm_end:
+            most = min(self._chunks.longest_chunk, room)
+            num_new = self._encoder_inputs.cut_chunk(request, num_computed, num_new, most)
+        return num_new
 
     def _plan_deferred(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
         """Plan the deferred requests with what is left of the step.

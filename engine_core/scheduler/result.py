@@ -422,16 +422,18 @@ class ResultPass:
     def _fail_images(
         self, failing: Sequence[tuple[Request, int]], outputs: OutputsByFrontEnd
     ) -> None:
-        """End requests with an image that could not be encoded, and make their KV unfindable.
+        """End requests with an image that could not be encoded; its KV becomes unfindable.
 
-        failing: requests, which may have ended, and the number of the image in the prompt.
+        failing: requests, which may have ended, and the index of the image in the prompt.
         """
-        for request, number in failing:
+        for request, index in failing:
+            first = request.mm_features[index].offset
             if request.scheduled_at is not None:
-                self._discard_kv(request)
+                self._kv_transfer.discard_content_after(request, first)
+                self._agent_sessions.drop_corrupt_prefix(request)
             if request.seq_id in self._requests:
-                request.num_computed_tokens = 0
-                message = f"image {number} of the prompt could not be encoded"
+                request.num_computed_tokens = min(request.num_computed_tokens, first)
+                message = f"image {index + 1} of the prompt could not be encoded"
                 self.fail_request(request, ErrorInfo("internal", message), outputs)
 
     def _discard_kv(self, request: Request) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector
 from engine_core.request import Request
 from proto.messages.kv_connector import NO_PAYLOAD, KVConnectorOutput
+from proto.messages.multimodal import MultiModalFeature
 from tests.fakes.paged_runner import PagedRunner, Row
 
 JUNK = b"not loaded"
@@ -29,6 +30,7 @@ class FakeLoad:
     end: int
     is_async: bool
     bad: set[int] = field(default_factory=set)
+    mm_features: list[MultiModalFeature] = field(default_factory=list)
 
     def blocks(self, block_size: int, windows: Sequence[int | None]) -> list[tuple[int, int, int]]:
         """Return (group, index in the table, block id) of blocks to load; only the window's."""
@@ -88,7 +90,8 @@ class FakeConnector(SchedulerConnector):
             first, is_async = self._matched[request.seq_id]
             end = first + num_external_tokens
             load = FakeLoad(
-                request.seq_id, list(request.all_token_ids), block_ids, first, end, is_async
+                *(request.seq_id, list(request.all_token_ids), block_ids, first, end, is_async),
+                mm_features=list(request.mm_features),
             )
             self._planned.append(load)
 
@@ -151,7 +154,10 @@ class FakeConnector(SchedulerConnector):
     def _fill(self, load: FakeLoad, runner: PagedRunner) -> list[int]:
         filled = load.blocks(runner.block_size, runner.windows)
         bad = load.bad | self.fails(load, [block for _, _, block in filled])
-        row = Row(load.token_ids, len(load.token_ids), 0, False, 0, load.tables)
+        row = Row(
+            *(load.token_ids, len(load.token_ids), 0, False, 0, load.tables),
+            mm_features=load.mm_features,
+        )
         for group, index, block in filled:
             first = index * runner.block_size
             for position in range(first, min(first + runner.block_size, load.end)):

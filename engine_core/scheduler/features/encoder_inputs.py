@@ -57,6 +57,8 @@ class EncoderInputs(SchedulerFeature):
 
     stalled: seq_ids of requests that compute fewer tokens in this step, or none, because an output
     is missing; the set object stays the same.
+    leaves_room: each running prompt leaves a token for every request after it. While one waits for
+    the encoder others are admitted, and all together may need more than a step has when it goes on.
 
         begin_step ─▶ cut_chunk, of each request with images ─▶ end_planning ─▶ … ─▶ end_step
     """
@@ -73,6 +75,7 @@ class EncoderInputs(SchedulerFeature):
         self.limits = limits
         self.cache = EncoderCacheManager(limits.cache_size)
         self.stalled: set[int] = set()
+        self.leaves_room = False
         self._running = lifecycle.running
         self._unblock = lifecycle.unblock
         self._policy = policy
@@ -92,11 +95,16 @@ class EncoderInputs(SchedulerFeature):
         """Whether a step would encode something, although no request runs or is ready."""
         return bool(self._parked) or self.cache.partial is not None
 
-    def begin_step(self, spare_seconds: float) -> None:
+    def begin_step(self, spare_seconds: float, num_prefilling: int) -> None:
         """Begin to plan a step: go on with the image that is encoded in part.
 
-        spare_seconds: for which decoding requests can wait; infinite without any.
+        spare_seconds: for which decoding requests can wait; infinite without any. num_prefilling:
+        running requests with more than one token to compute.
         """
+        if self.stalled:
+            self.leaves_room = True
+        elif not num_prefilling:
+            self.leaves_room = False
         self.stalled.clear()
         self._budget = self._rule.rows(spare_seconds)
         cache = self.cache
@@ -181,8 +189,8 @@ class EncoderInputs(SchedulerFeature):
     ) -> list[tuple[Request, int]]:
         """Process the encoder work of a step.
 
-        Returns requests that relied on an image that could not be encoded, with its number in the
-        prompt, from 1; some may have ended.
+        Returns requests that relied on an image that could not be encoded, with its index in the
+        prompt; some may have ended.
         """
         slices = step.scheduled_encoder_inputs
         if not slices:
@@ -200,7 +208,7 @@ class EncoderInputs(SchedulerFeature):
             if mm_hash in result.failed_mm_hashes:
                 for request in output.readers.values():
                     hashes = [feature.mm_hash for feature in request.mm_features]
-                    failing.append((request, 1 + hashes.index(mm_hash)))
+                    failing.append((request, hashes.index(mm_hash)))
                 self.cache.drop(output)
             elif piece.is_last:
                 output.is_confirmed = True

@@ -129,9 +129,6 @@ class CheckedEngine(EngineHarness):
         limits = self.settings.get("encoder")
         return limits is not None and limits.vision.is_bidirectional
 
-    def is_stalled(self, request: Request) -> bool:
-        return self.encoder_inputs is not None and request.seq_id in self.encoder_inputs.stalled
-
     def may_be_cut_at_images(self, request: Request) -> bool:
         """Return whether a prompt may be computed in chunks because of its images."""
         if self.encoder_inputs is None or not request.mm_features:
@@ -473,10 +470,8 @@ class Watch:
                 missing = 0  # a draft is being verified
             missing += len(plan.drafts.get(request.seq_id, ()))
             number = numbers.get(request.seq_id, 0)
-            if request.num_computed_tokens < request.mm_end and (
-                self._engine.is_bidirectional or self._engine.is_stalled(request)
-            ):
-                continue
+            if self._engine.encoder_inputs is not None and missing > 1:
+                continue  # it may wait for the encoder, or leaves tokens for those after it
             if missing == 1 or not self._engine.settings.get("max_prefill_slowdown"):
                 assert number or missing <= 0, f"{request!r} got nothing"
                 wanted = min(missing, self._engine.longest_chunk)

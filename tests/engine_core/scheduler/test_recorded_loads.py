@@ -37,6 +37,7 @@ from tests.engine_core.scheduler.lives import (
 )
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.gates import FakeGate
+from tests.fakes.images import IMAGE_TOKEN
 
 FILE = Path(__file__).with_name("recorded_loads.json")
 OPERATIONS = 200
@@ -154,6 +155,7 @@ class RecordedEngine(EngineHarness):
             started_at=self.clock(),
             num_seats=settings["max_num_seqs"],
             clock=self.clock,
+            image_token_id=IMAGE_TOKEN,
         )
         super().__init__(
             observer=recorder,

@@ -69,7 +69,7 @@ def test_a_request_waits_for_the_encoder():
         prompt, features = with_pictures([before, (1, 2)])
         engine.add_one(prompt, mm_features=features)
         assert [limit_of(engine) for _ in range(2)] == ["encoder", "requests"]
-    limits = encoder_limits(max_embeds=20, is_bidirectional=True)
+    limits = encoder_limits(max_embeds=20, is_bidirectional=True, max_input_tokens=20)
     engine = EngineHarness(encoder=limits, max_num_batched_tokens=32)
     engine.add_one(PROMPT[:15])
     feature = msgspec.structs.replace(picture(1, 20), length=20)
