@@ -30,7 +30,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
     """An image in a prompt.
 
     offset, length: the prompt tokens [offset, offset + length) belong to it, markers included.
-    num_embeds: rows of its encoder output. So many tokens of the range are the image token; each
+    num_embeds: rows of its encoder output. As many tokens of the range are the image token; each
         takes a row in place of its embedding, in order.
     mm_hash: SHA-256 of the encoded image, of how it is processed, and of the tenant and the salt
         that may find it in a cache.

@@ -330,6 +330,25 @@ def test_slices_leave_decoding_requests_their_pace():
     engine.finish(request)
 
 
+def test_requests_admitted_while_a_prompt_waits_for_its_image_keep_their_pace():
+    """When it goes on, its prompt and one that was admitted meanwhile do not take whole steps."""
+    engine = ImageHarness(
+        {"max_input_tokens": 1}, max_num_batched_tokens=16, long_prefill_token_threshold=8
+    )
+    waits = engine.add_parts(text(3), (1, 6), text(100, 100), max_tokens=2)
+    engine.step()
+    prompt = engine.add_one(text(120, 300), max_tokens=2)
+    decoding = [engine.add_one([number], max_tokens=60) for number in range(3)]
+    while waits.num_computed_tokens < waits.mm_end:
+        engine.step()
+    while prompt.num_prompt_tokens > prompt.num_computed_tokens:
+        running = [request for request in decoding if request.status is RUNNING]
+        output = engine.step()
+        assert {request.seq_id for request in running} <= scheduled(output).keys()
+    assert decoding[0].num_output_tokens > 5
+    engine.finish(waits, prompt, *decoding)
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_an_image_that_cannot_be_encoded_ends_its_requests(async_scheduling):
     engine = ImageHarness({"max_input_tokens": 4}, async_scheduling=async_scheduling)
