@@ -205,7 +205,8 @@ class ModelRunner:
         """Apply a step to the batch and run the model; return the answer if nothing is to run."""
         started = time.monotonic()
         step_rows = self.batch.apply(step)
-        encoded = self._encode_images(step)
+        cache = self._encoder_cache
+        encoded = NOTHING_ENCODED if cache is None else cache.run_step(step)
         started += encoded.seconds
         block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2).T
         if step.state_copies:
@@ -224,7 +225,8 @@ class ModelRunner:
                 failed_mm_hashes=encoded.failed_mm_hashes,
             )
         inputs, seq_ids, step_order = self._build_inputs(step, step_rows)
-        inputs = self._with_images(inputs)
+        if inputs.images:
+            inputs = self._with_images(inputs)
         spans: list[ExpertSpan] = []
         expert_slots: list[NDArray[np.int64]] = []
         if self._experts is not None:
@@ -260,13 +262,6 @@ class ModelRunner:
             experts=experts,
             encoded=encoded,
         )
-
-    def _encode_images(self, step: SchedulerOutput) -> EncodedSlices:
-        """Encode what the step lists of images."""
-        if self._encoder_cache is None:
-            assert not step.scheduled_encoder_inputs, "the model reads no images"
-            return NOTHING_ENCODED
-        return self._encoder_cache.run_step(step)
 
     def compute_logits(self, forward: ForwardOutput) -> torch.Tensor:
         """Return the logits [N, vocab] of the sampled positions, in the head's dtype."""
@@ -408,8 +403,6 @@ class ModelRunner:
 
     def _with_images(self, inputs: StepInputs) -> StepInputs:
         """Return the inputs with the rows of images as embeddings."""
-        if not inputs.images:
-            return inputs
         assert self._encoder_cache is not None, "the model reads no images"
         hidden_size = self._model.spec.hidden_size
         rows = tuple(
