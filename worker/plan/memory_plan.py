@@ -466,10 +466,13 @@ def step_tokens(
     """Return the token budget of a step: the setting, or what suits the device and the model.
 
     Bidirectional attention needs all tokens of a text in one step: raises ConfigError for a smaller
-    setting.
+    setting. Where it is that of an image only, a step has room for one beside other requests.
     """
     if not spec.is_bidirectional:
-        return device.step_tokens(config.scheduler)
+        vision, budget = prepared.vision, device.step_tokens(config.scheduler)
+        if vision is None or not vision.is_bidirectional or config.scheduler.max_num_batched_tokens:
+            return budget
+        return max(budget, 2 * vision.max_embeds)
     longest = min(config.model.max_model_len or prepared.max_position, prepared.max_position)
     for field in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
         budget = getattr(config.scheduler, field)
