@@ -145,3 +145,19 @@ def test_an_answer_goes_on_after_a_death(served: Served, role: str) -> None:
     assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
     served.assert_greedy(after, content)
     eventually(lambda: served.daemon.metric("tokend:restarts_total") > restarts)
+
+
+def test_without_images_the_language_model_is_served_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("text") / "model"
+    save_vision_model("smolvlm", folder)
+    limit = ("--limit-mm-per-prompt", '{"image": 0}')
+    with Daemon(*FLAGS, "--model", str(folder), *limit) as daemon:
+        assert "vision part is not loaded: text only" in daemon.text
+        served = Served("smolvlm", read_vision_model(folder), daemon)
+        served.assert_greedy(served.answer(message("text")), ("text",))
+        body = {"messages": [message(random_image(1, 20, 20))]}
+        refused = httpx.post(f"{daemon.url}/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert "image_url" in refused.json()["error"]["message"]
