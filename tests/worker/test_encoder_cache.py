@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from proto.messages.multimodal import EncoderSlice, MultiModalFeature, SharedPixels
@@ -134,6 +135,24 @@ def test_an_image_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
         assert np.isfinite(cache.output(1)).all(), what
         assert np.isnan(cache.output(0)).all(), what
         assert cache.encode(0, 1, end) == [], what
+
+
+def test_an_image_for_which_memory_is_missing_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (save_image(tmp_path, rows_of(3, number), 0, 3, number) for number in (1, 2))
+    cache = Cache(tmp_path, first, second)
+    begin, calls = cache.encoder.begin, list[bool]()
+
+    def begin_second(pixels: torch.Tensor, grid: tuple[int, ...]) -> object:
+        calls.append(True)
+        if len(calls) == 1:
+            raise MemoryError
+        return begin(pixels, grid)
+
+    monkeypatch.setattr(cache.encoder, "begin", begin_second)
+    assert cache.run(step_of(cache.slice(0, 0, 3), cache.slice(1, 0, 3))) == [first.mm_hash]
+    assert np.isfinite(cache.output(1)).all()
 
 
 def test_pixels_are_little_endian_float32(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ class EncoderCache:
             assert feature is not None, "a slice brings its image"
             try:
                 self._encode(part, feature)
-            except (OSError, ValueError, RuntimeError) as error:
-                logger.warning("image %s: %s", feature.pixels.name, error)
+            except (OSError, ValueError, RuntimeError, MemoryError) as error:
+                logger.warning("image %s: %r", feature.pixels.name, error)
                 self._running.pop(feature.mm_hash, None)
                 failed.append(feature.mm_hash)
         return EncodedSlices(time.monotonic() - begin, failed)
