@@ -191,6 +191,7 @@ class ResultPass:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._rewound_until_step: Mapping[int, int] = kv_transfer.rewound_until_step
+        self._without_image: set[int] = set()  # seq_ids of ended requests with a failed image
         self._num_corrupted = 0
         self._num_discarded = 0
 
@@ -281,6 +282,8 @@ class ResultPass:
                 self._finish_beams(group, outputs)
         if self._lifecycle.recently_ended:
             self._lifecycle.forget_ended(output.step)
+        if self._without_image:
+            self._without_image &= self._lifecycle.recently_ended.keys()
         return invalid
 
     def _apply_tokens(
@@ -403,11 +406,12 @@ class ResultPass:
     ) -> None:
         """End requests whose logits are not finite, and make their KV unfindable.
 
-        This includes requests that have ended, whose blocks may have been found since.
+        This includes requests that have ended, whose blocks may have been found since. Requests
+        that ended for want of an image keep what was computed before it.
         """
         for seq_id in seq_ids:
             request = self._requests.get(seq_id)
-            if self._rewound_until_step.get(seq_id, 0) >= step:
+            if self._rewound_until_step.get(seq_id, 0) >= step or seq_id in self._without_image:
                 continue
             if request is not None:
                 self._discard_kv(request)
@@ -429,6 +433,7 @@ class ResultPass:
         for request, index in failing:
             first = request.mm_features[index].offset
             if request.scheduled_at is not None:
+                self._without_image.add(request.seq_id)
                 self._kv_transfer.discard_content_after(request, first)
                 self._agent_sessions.drop_corrupt_prefix(request)
             if request.seq_id in self._requests:

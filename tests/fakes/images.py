@@ -61,7 +61,8 @@ def encoder_limits(
 class FakeEncoder:
     """Encoder outputs of a worker: checks that a step only relies on what is there.
 
-    rows: done, by image. broken: images that cannot be encoded. row_seconds: time of a row.
+    rows: done, by image. broken: images that cannot be encoded. failed: those of them that were
+    tried, until they are freed. row_seconds: time of a row.
     """
 
     def __init__(self, limits: EncoderLimits) -> None:
@@ -69,6 +70,7 @@ class FakeEncoder:
         self.rows: dict[bytes, float] = {}
         self.num_embeds: dict[bytes, int] = {}
         self.broken: set[bytes] = set()
+        self.failed: set[bytes] = set()
         self.row_seconds = 0.0
         self.num_encoded = 0
 
@@ -82,6 +84,7 @@ class FakeEncoder:
         """Encode what a step asks for; return the images that failed."""
         for mm_hash in output.free_encoder_mm_hashes:
             del self.rows[mm_hash], self.num_embeds[mm_hash]
+            self.failed.discard(mm_hash)
         failed = []
         total = 0.0
         for piece in output.scheduled_encoder_inputs:
@@ -95,6 +98,7 @@ class FakeEncoder:
             total += piece.end - piece.start
             if feature.mm_hash in self.broken:
                 failed.append(feature.mm_hash)
+                self.failed.add(feature.mm_hash)
         limit = self.limits.max_input_tokens
         assert limit is None or total <= limit, "more is encoded than a step may"
         assert sum(self.num_embeds.values()) <= self.limits.cache_size
@@ -106,6 +110,10 @@ class FakeEncoder:
         """Return the time of the encoder work of a step."""
         slices = output.scheduled_encoder_inputs
         return self.row_seconds * sum(piece.end - piece.start for piece in slices)
+
+    def fails(self, features: Sequence[MultiModalFeature], end: int) -> bool:
+        """Return whether a sequence has an image without output before position `end`."""
+        return any(each.offset < end and each.mm_hash in self.failed for each in features)
 
     def check_chunk(
         self, features: Sequence[MultiModalFeature], token_ids: list[int], start: int, end: int

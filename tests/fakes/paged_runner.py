@@ -147,13 +147,18 @@ class PagedRunner:
             [],
             encoder_seconds=0.0 if self.encoder is None else self.encoder.seconds(output),
             failed_mm_hashes=failed,
+            failed_seq_ids=[],
         )
         for seq_id, computed, scheduled in work:
             row, end = self.rows[seq_id], computed + scheduled
             result.seq_ids.append(seq_id)
             if seq_id not in self.invalid_rows:
                 self._read_back(row, computed, end)
-            result.sampled_token_ids.append(self._sample(row, end))
+            sampled = self._sample(row, end)
+            if self.encoder is not None and self.encoder.fails(row.mm_features, end):
+                result.failed_seq_ids.append(seq_id)
+                sampled = []
+            result.sampled_token_ids.append(sampled)
             if row.num_candidates and end == len(row.token_ids):
                 result.candidates.append(RowLogprobs(seq_id, _best_of(row)))
             if row.prompt_logprobs and computed < row.num_prompt_tokens:

@@ -370,6 +370,20 @@ def test_an_image_that_cannot_be_encoded_ends_its_requests(async_scheduling):
     engine.finish(again)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_text_before_an_image_that_cannot_be_encoded_stays_cached(async_scheduling):
+    """Although the rows that took the image have logits of NaN in this step and the next."""
+    engine = ImageHarness(async_scheduling=async_scheduling)
+    engine.runner.encoder.broken.add(picture(1, 4).mm_hash)
+    failed = engine.add_parts(text(12), (1, 4), text(4), max_tokens=8)
+    engine.run()
+    assert engine.finish_reason_of(failed) is FinishReason.ERROR
+    other = engine.add_parts(text(12), (2, 4))
+    engine.step()
+    assert other.num_cached_tokens == 12
+    engine.finish(other)
+
+
 def test_requests_that_found_what_was_computed_without_an_image_end_too():
     """With overlapped steps others are admitted before the result says that it failed."""
     engine = ImageHarness(async_scheduling=True)
