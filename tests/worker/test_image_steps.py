@@ -198,6 +198,16 @@ def test_tokens_of_an_image_see_it_whole() -> None:
     assert PromptImages.of(PROMPT, features, VISION).attend_end is None
 
 
+def test_adjacent_tokens_of_two_images_do_not_see_each_other() -> None:
+    """The engine may compute the second one in a later step."""
+    vision = replace(VISION, is_bidirectional=True)
+    prompt = PromptImages.of(
+        [5, IMG, IMG, IMG, IMG, IMG, 6], [feature_at(1, 2, 2), feature_at(3, 3, 3)], vision
+    )
+    assert prompt.attend_end is not None
+    assert prompt.attend_end.tolist() == [1, 3, 3, 6, 6, 6, 7]
+
+
 def feature_at(offset: int, length: int, num_embeds: int) -> MultiModalFeature:
     return MultiModalFeature(
         offset, length, num_embeds, bytes(32), SharedPixels("0.1", (num_embeds,))

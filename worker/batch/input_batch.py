@@ -100,7 +100,7 @@ class PromptImages:
     positions: int64 [n], of the image tokens, each of which takes a row of encoder output.
     first_rows: for each image the index of its first position, then n.
     attend_end: int32 [num_prompt_tokens], as in AttentionInputs, where the tokens of an image see
-        each other: adjacent ones up to the last of them. None in other models.
+        each other: adjacent ones of an image up to the last of them. None in other models.
     """
 
     features: list[MultiModalFeature]
@@ -120,13 +120,15 @@ class PromptImages:
         ]
         assert [len(each) for each in found] == [each.num_embeds for each in features]
         positions = np.concatenate(found)
+        first_rows = np.cumsum([0, *map(len, found)]).tolist()
         attend_end = None
         if vision.is_bidirectional:
             attend_end = np.arange(1, len(prompt_token_ids) + 1, dtype=np.int32)
-            last = np.append(np.diff(positions) > 1, [True]).nonzero()[0]
+            is_last = np.append(np.diff(positions) > 1, [True])
+            is_last[np.array(first_rows[1:]) - 1] = True
+            last = is_last.nonzero()[0]
             run = np.searchsorted(last, np.arange(len(positions)))
             attend_end[positions] = positions[last[run]] + 1
-        first_rows = np.cumsum([0, *map(len, found)]).tolist()
         return cls(features, positions, first_rows, attend_end)
 
     def rows_of_step(self, first: int, end: int) -> list[ImageRows]:
