@@ -9,7 +9,8 @@ completes its output, or in any later one while the output is kept:
 Encoding an image may take longer than a step should, so it is done in slices. Only one image at a
 time is encoded in part, because its activations take memory; it goes on in every step until it is
 complete. Then images of running requests are begun, in the order of the running list, and at last
-those of waiting requests, in the order of admission.
+those of waiting requests, in the order of admission. A waiting request that MAX_PASSES images of
+running requests have passed comes before them, since text before an image lets ever more run.
 
 A request whose first chunk would be empty is parked, and others pass. Such a request *claims* the
 output that it waits for, and so does a running request. An output that nothing claims stays until
@@ -19,7 +20,7 @@ running request from all that wait. So no request waits for rows that only a lat
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import SchedulerFeature
@@ -38,18 +39,23 @@ from proto.messages.multimodal import EncoderLimits, EncoderSlice
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.messages.stats import EncoderStats
 
+MAX_PASSES: Final = 4
+"""Images of running requests that are begun while a parked request waits to begin one."""
+
 
 @dataclass(slots=True)
 class _Wait:
     """A parked request, and the tokens [first, end) of the chunk for which it lacks an image.
 
-    is_whole: all of them have to be computed in one step.
+    is_whole: all of them have to be computed in one step. num_passes: images that were begun for
+    running requests since it waits, or since it began one itself.
     """
 
     request: Request
     first: int
     end: int
     is_whole: bool
+    num_passes: int = 0
 
 
 class EncoderInputs(SchedulerFeature):
@@ -112,6 +118,8 @@ class EncoderInputs(SchedulerFeature):
             self._release_passed(seq_id)
         if cache.partial is not None:
             self._advance(cache.partial)
+        if self._parked and cache.partial is None:
+            self._serve_passed()
 
     @property
     def holds_any(self) -> bool:
@@ -330,6 +338,11 @@ class EncoderInputs(SchedulerFeature):
         if output is not None:
             self._num_queries += 1
             self._advance(output)
+            if request.seq_id in self._parked:
+                self._parked[request.seq_id].num_passes = 0
+            elif request.status is RequestStatus.RUNNING:
+                for wait in self._parked.values():
+                    wait.num_passes += 1
         return output
 
     def _advance(self, output: EncoderOutput) -> None:
@@ -382,6 +395,13 @@ class EncoderInputs(SchedulerFeature):
             else:
                 del self._parked[request.seq_id]
                 self._unblock(request)
+
+    def _serve_passed(self) -> None:
+        """Begin to encode images of parked requests that many images have passed."""
+        for wait in self._parked_in_order():
+            request = wait.request
+            if wait.num_passes >= MAX_PASSES and request.status is self.status:
+                self._end_by_outputs(request, wait.first, wait.end, may_begin=True, is_urgent=False)
 
     def _parked_in_order(self) -> list[_Wait]:
         """Return parked requests in the order of admission; of equal ones the first parked first.

@@ -129,6 +129,23 @@ def test_images_of_running_requests_go_first():
     engine.finish(running, waits)
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_parked_request_is_not_passed_for_ever(splits):
+    """In each step another request is added whose text before its image is computed at once."""
+    engine = ImageHarness({"max_input_tokens": 4, "splits": splits, "max_embeds": 4})
+    for number in range(6):
+        engine.add_parts(text(3, 10 * number), (number + 1, 4))
+    engine.step()
+    waits = engine.add_parts((50, 4), text(2))
+    for number in range(8):
+        engine.add_parts(text(3, 100 + 10 * number), (number + 10, 4))
+        output = engine.step()
+        if waits.seq_id in scheduled(output):
+            break
+    assert number == 5, "four images of running requests pass it"
+    engine.finish(waits)
+
+
 def test_an_image_of_two_requests_is_encoded_once():
     """Also if its text is another, so that no prefix is shared, and twice in one prompt."""
     engine = ImageHarness()
