@@ -134,8 +134,22 @@ class EncoderInputs(SchedulerFeature):
 
     @property
     def least_prompt_tokens(self) -> int:
-        """Prompt tokens for which a step must have room: of an image that cannot be cut."""
-        return self.num_whole_tokens if self.cache.claiming else 0
+        """Prompt tokens for which a step must have room: of an image that cannot be cut.
+
+        Of those whose output is complete by this step.
+        """
+        if not self.limits.vision.is_bidirectional:
+            return 0
+        return max(
+            (
+                stop - start
+                for output in self.cache
+                if output.is_complete
+                for request in output.users.values()
+                for start, stop in self._image_runs(request)
+            ),
+            default=0,
+        )
 
     def cut_chunk(self, request: Request, first: int, num_new: int, most: int) -> int:
         """Return how many of `num_new` tokens from position `first` on this step may compute.

@@ -330,6 +330,28 @@ def test_requests_that_decode_leave_room_for_an_image_that_cannot_be_cut():
     assert waits.num_output_tokens
 
 
+def test_prompts_are_throttled_while_an_image_that_cannot_be_cut_is_encoded():
+    """Only the step that computes its tokens is longer, and by these."""
+    engine = ImageHarness(
+        {"is_bidirectional": True, "max_embeds": 300, "max_input_tokens": 40},
+        max_num_batched_tokens=512,
+        max_prefill_slowdown=1.1,
+    )
+    engine.step_seconds = lambda output: 0.1 * output.total_num_scheduled_tokens
+    engine.finish(engine.add_one(text(2), max_tokens=4))
+    engine.add_one(text(2, 10), max_tokens=200)
+    for _ in range(3):
+        engine.step()
+    waits = engine.add_parts((1, 200), text(1))
+    engine.add_one(text(400, 100), max_tokens=1)
+    counts = []
+    while not waits.num_output_tokens:
+        counts.append(engine.step().total_num_scheduled_tokens)
+    assert counts[4] > 200, "its output is complete by the fifth step"
+    assert max(counts[:4]) < 100
+    assert max(counts[4:]) < 300
+
+
 def test_slices_leave_decoding_requests_their_pace():
     """A step of 0.1 s may take twice as long; alone half a second."""
     engine = ImageHarness({"max_input_tokens": None}, max_prefill_slowdown=2.0)
