@@ -107,9 +107,13 @@ class FakeEncoder:
         return failed
 
     def seconds(self, output: SchedulerOutput) -> float:
-        """Return the time of the encoder work of a step."""
-        slices = output.scheduled_encoder_inputs
-        return self.row_seconds * sum(piece.end - piece.start for piece in slices)
+        """Return the time of the encoder work of a step; hardly any for images that failed."""
+        return sum(
+            self.row_seconds * (piece.end - piece.start) * (0.001 if failed else 1.0)
+            for piece in output.scheduled_encoder_inputs
+            if piece.feature is not None
+            for failed in [piece.feature.mm_hash in self.failed]
+        )
 
     def fails(self, features: Sequence[MultiModalFeature], end: int) -> bool:
         """Return whether a sequence has an image without output before position `end`."""

@@ -218,13 +218,14 @@ class EncoderInputs(SchedulerFeature):
         if not slices:
             return []
         num_rows = sum(piece.end - piece.start for piece in slices)
-        self._rule.learn(num_rows, result.encoder_seconds)
         self._num_rows += num_rows
         self._seconds += result.encoder_seconds
+        is_measured = True  # workers have computed all slices
         failing: list[tuple[Request, int]] = []
         for piece in slices:
             output = self._output_of(piece)
             if output is None or not 0 < output.first_step <= step.step:
+                is_measured = False
                 continue  # it was dropped, and may have been begun again
             mm_hash = output.feature.mm_hash
             if mm_hash in result.failed_mm_hashes:
@@ -232,9 +233,12 @@ class EncoderInputs(SchedulerFeature):
                     hashes = [feature.mm_hash for feature in request.mm_features]
                     failing.append((request, hashes.index(mm_hash)))
                 self.cache.drop(output)
+                is_measured = False
             elif piece.is_last:
                 output.is_confirmed = True
                 output.readers.clear()
+        if is_measured:
+            self._rule.learn(num_rows, result.encoder_seconds)
         return failing
 
     # Life of a request

@@ -369,6 +369,28 @@ def test_slices_leave_decoding_requests_their_pace():
     engine.finish(request)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_image_that_fails_at_once_does_not_count_as_encoded_fast(async_scheduling):
+    """Neither do its slices in a step that was sent before the workers said so."""
+    engine = ImageHarness(
+        {"max_input_tokens": None}, max_prefill_slowdown=2.0, async_scheduling=async_scheduling
+    )
+    engine.runner.encoder.row_seconds = 0.01
+    engine.step_seconds = lambda output: 0.1 if output.total_num_scheduled_tokens else 0.0
+    engine.add_one(text(2), max_tokens=60)
+    engine.add_parts(text(1, 10), (1, 20), max_tokens=1)
+    for _ in range(12):
+        engine.step()
+    engine.runner.encoder.broken.add(picture(2, 60).mm_hash)
+    failed = engine.add_parts(text(1, 20), (2, 60))
+    while engine.finish_reason_of(failed) is None:
+        engine.step()
+    engine.step()
+    engine.add_parts(text(1, 30), (3, 60))
+    (piece,) = engine.step().scheduled_encoder_inputs
+    assert piece.end == pytest.approx(10.0, abs=0.5)
+
+
 def test_requests_admitted_while_a_prompt_waits_for_its_image_keep_their_pace():
     """When it goes on, its prompt and one that was admitted meanwhile do not take whole steps."""
     engine = ImageHarness(
