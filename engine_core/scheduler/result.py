@@ -15,7 +15,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.adapters import AdapterGate
 from engine_core.scheduler.features.beam_groups import BeamGroup, BeamGroups
-from engine_core.scheduler.features.encoder_inputs import EncoderInputs
+from engine_core.scheduler.features.encoder_inputs import EncoderInputs, FailedImage
 from engine_core.scheduler.features.resumable_sessions import ResumableSessions
 from engine_core.scheduler.features.retention.agent_sessions import AgentSessions
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
@@ -195,14 +195,19 @@ class ResultPass:
         self._num_corrupted = 0
         self._num_discarded = 0
 
-    def apply_result(self, output: SchedulerOutput, result: ModelRunnerOutput) -> OutputsByFrontEnd:
-        """Check a result, append its tokens, end complete requests; see `Scheduler`."""
+    def apply_result(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, last_step: int
+    ) -> OutputsByFrontEnd:
+        """Check a result, append its tokens, end complete requests; see `Scheduler`.
+
+        last_step: the last scheduled one.
+        """
         check_result(output, result, self._vocab_size)
         self._kv_transfer.confirm_loads(output.step)
         outputs: OutputsByFrontEnd = {}
         num_unfinished = len(self._requests)
         if self._encoder_inputs is not None:
-            self._fail_images(self._encoder_inputs.end_step(output, result), outputs)
+            self._fail_images(self._encoder_inputs.end_step(output, result), last_step, outputs)
         invalid = self._apply_rows(output, result, outputs)
         if len(self._requests) < num_unfinished:
             self._end_turns(outputs)
@@ -424,22 +429,29 @@ class ResultPass:
                 self._discard_kv(self._lifecycle.recently_ended[seq_id][0])
 
     def _fail_images(
-        self, failing: Sequence[tuple[Request, int]], outputs: OutputsByFrontEnd
+        self, failing: Sequence[FailedImage], last_step: int, outputs: OutputsByFrontEnd
     ) -> None:
         """End requests with an image that could not be encoded; its KV becomes unfindable.
 
-        failing: requests, which may have ended, and the index of the image in the prompt.
+        A request with other pixels of the image goes on, with tokens computed again if need be.
         """
-        for request, index in failing:
-            first = request.mm_features[index].offset
+        for failed in failing:
+            request = failed.request
+            first = request.mm_features[failed.index].offset
+            is_unfinished = request.seq_id in self._requests
             if request.scheduled_at is not None:
-                self._without_image.add(request.seq_id)
+                if not is_unfinished or not failed.has_other_pixels:
+                    self._without_image.add(request.seq_id)
                 self._kv_transfer.discard_content_after(request, first)
                 self._agent_sessions.drop_corrupt_prefix(request)
-            if request.seq_id in self._requests:
+            if not is_unfinished:
+                continue
+            if not failed.has_other_pixels:
                 request.num_computed_tokens = min(request.num_computed_tokens, first)
-                message = f"image {index + 1} of the prompt could not be encoded"
+                message = f"image {failed.index + 1} of the prompt could not be encoded"
                 self.fail_request(request, ErrorInfo("internal", message), outputs)
+            elif request.num_computed_tokens > first:
+                self._kv_transfer.rewind_request(request, 0, last_step)
 
     def _discard_kv(self, request: Request) -> None:
         self._kv_transfer.discard_content(request)

@@ -61,8 +61,9 @@ def encoder_limits(
 class FakeEncoder:
     """Encoder outputs of a worker: checks that a step only relies on what is there.
 
-    rows: done, by image. broken: images that cannot be encoded. failed: those of them that were
-    tried, until they are freed. row_seconds: time of a row.
+    rows: done, by image. broken: images that cannot be encoded. lost_files: names of files without
+    pixels. failed: images that were tried and failed, until they are freed. row_seconds: time of a
+    row.
     """
 
     def __init__(self, limits: EncoderLimits) -> None:
@@ -70,6 +71,7 @@ class FakeEncoder:
         self.rows: dict[bytes, float] = {}
         self.num_embeds: dict[bytes, int] = {}
         self.broken: set[bytes] = set()
+        self.lost_files: set[str] = set()
         self.failed: set[bytes] = set()
         self.row_seconds = 0.0
         self.num_encoded = 0
@@ -77,7 +79,8 @@ class FakeEncoder:
     def replacement(self) -> "FakeEncoder":
         """Return the encoder of a new worker."""
         new = FakeEncoder(self.limits)
-        new.broken, new.row_seconds = self.broken, self.row_seconds
+        new.broken, new.lost_files = self.broken, self.lost_files
+        new.row_seconds = self.row_seconds
         return new
 
     def execute(self, output: SchedulerOutput) -> list[bytes]:
@@ -96,7 +99,7 @@ class FakeEncoder:
             self.num_embeds[feature.mm_hash] = feature.num_embeds
             self.num_encoded += piece.is_last
             total += piece.end - piece.start
-            if feature.mm_hash in self.broken:
+            if feature.mm_hash in self.broken or feature.pixels.name in self.lost_files:
                 failed.append(feature.mm_hash)
                 self.failed.add(feature.mm_hash)
         limit = self.limits.max_input_tokens
@@ -115,9 +118,12 @@ class FakeEncoder:
             for failed in [piece.feature.mm_hash in self.failed]
         )
 
-    def fails(self, features: Sequence[MultiModalFeature], end: int) -> bool:
-        """Return whether a sequence has an image without output before position `end`."""
-        return any(each.offset < end and each.mm_hash in self.failed for each in features)
+    def fails(self, features: Sequence[MultiModalFeature], start: int, end: int) -> bool:
+        """Return whether an image of the tokens [start, end) of a sequence has no output."""
+        return any(
+            each.offset < end and start < each.end and each.mm_hash in self.failed
+            for each in features
+        )
 
     def check_chunk(
         self, features: Sequence[MultiModalFeature], token_ids: list[int], start: int, end: int

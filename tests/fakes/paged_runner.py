@@ -108,6 +108,8 @@ class PagedRunner:
         self.slots: dict[tuple[int, int], bytes] = {}
         self.invalid_rows: dict[int, int] = {}
         """The step in which rows got KV that was not loaded, by seq_id."""
+        self.corrupt: set[int] = set()
+        """Sequences with KV of an image that could not be encoded."""
         self.steps: list[SchedulerOutput] = []
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -117,6 +119,7 @@ class PagedRunner:
         for seq_id in described_again & self.invalid_rows.keys():
             if self.invalid_rows[seq_id] < output.step:
                 del self.invalid_rows[seq_id]
+        self.corrupt -= described_again
         for seq_id in output.finished_seq_ids:
             del self.rows[seq_id]
         for seq_id in output.preempted_seq_ids:
@@ -155,7 +158,9 @@ class PagedRunner:
             if seq_id not in self.invalid_rows:
                 self._read_back(row, computed, end)
             sampled = self._sample(row, end)
-            if self.encoder is not None and self.encoder.fails(row.mm_features, end):
+            if self.encoder is not None and self.encoder.fails(row.mm_features, computed, end):
+                self.corrupt.add(seq_id)
+            if seq_id in self.corrupt:
                 result.failed_seq_ids.append(seq_id)
                 sampled = []
             result.sampled_token_ids.append(sampled)

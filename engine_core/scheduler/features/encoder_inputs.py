@@ -58,6 +58,18 @@ class _Wait:
     num_passes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FailedImage:
+    """An image that could not be encoded, of a request that relied on it; index: in the prompt.
+
+    has_other_pixels: its own file, of another front end, was not tried.
+    """
+
+    request: Request
+    index: int
+    has_other_pixels: bool
+
+
 class EncoderInputs(SchedulerFeature):
     """Plans encoder work, and keeps requests from computing tokens of images without output.
 
@@ -208,11 +220,10 @@ class EncoderInputs(SchedulerFeature):
 
     def end_step(
         self, step: SchedulerOutput, result: ModelRunnerOutput
-    ) -> list[tuple[Request, int]]:
-        """Process the encoder work of a step.
+    ) -> list[FailedImage]:
+        """Process the encoder work of a step; return the images without output of requests.
 
-        Returns requests that relied on an image that could not be encoded, with its index in the
-        prompt; some may have ended.
+        Some of these requests may have ended.
         """
         slices = step.scheduled_encoder_inputs
         if not slices:
@@ -221,7 +232,7 @@ class EncoderInputs(SchedulerFeature):
         self._num_rows += num_rows
         self._seconds += result.encoder_seconds
         is_measured = True  # workers have computed all slices
-        failing: list[tuple[Request, int]] = []
+        failing: list[FailedImage] = []
         for piece in slices:
             output = self._output_of(piece)
             if output is None or not 0 < output.first_step <= step.step:
@@ -231,7 +242,9 @@ class EncoderInputs(SchedulerFeature):
             if mm_hash in result.failed_mm_hashes:
                 for request in output.readers.values():
                     hashes = [feature.mm_hash for feature in request.mm_features]
-                    failing.append((request, hashes.index(mm_hash)))
+                    index = hashes.index(mm_hash)
+                    is_same = request.mm_features[index].pixels == output.feature.pixels
+                    failing.append(FailedImage(request, index, has_other_pixels=not is_same))
                 self.cache.drop(output)
                 is_measured = False
             elif piece.is_last:

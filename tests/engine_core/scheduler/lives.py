@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.request import Request, RequestStatus
@@ -22,6 +24,7 @@ from proto.errors import InvalidRequestError
 from proto.messages.engine_io import AgentHint, FinishReason
 from proto.messages.kv_connector import KVConnectorOutput
 from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
+from proto.messages.multimodal import SharedPixels
 from proto.settings.config import LoRAConfig
 from tests.engine_core.scheduler.invariants import CheckedEngine
 from tests.fakes.clock import FakeClock
@@ -490,6 +493,11 @@ class Life:
                     break
                 parts.append((number, PICTURES[number]))
         tokens, features = with_pictures([*parts, prompt[start:]])
+        front_end = rng.randrange(2)
+        features = [
+            replace(each, pixels=SharedPixels(f"{front_end}.{each.mm_hash[-1]}", (3, 2, 2)))
+            for each in features
+        ]
         return tokens, {"mm_features": features} if features else {}
 
     # Operations
@@ -579,10 +587,14 @@ class Life:
         self.engine.scheduler.reset_encoder_cache()
 
     def break_image(self, index: int) -> None:
-        """A picture cannot be encoded for a while."""
+        """A picture cannot be encoded for a while, or its file of one front end is lost."""
         encoder = self.engine.runner.encoder
-        mm_hash = (index % len(PICTURES)).to_bytes(32, "big")
-        encoder.broken = set() if encoder.broken else {mm_hash}
+        assert encoder is not None
+        number, front_end = index % len(PICTURES), index % 3
+        was_whole = not encoder.broken and not encoder.lost_files
+        is_lost = front_end < 2
+        encoder.broken = {number.to_bytes(32, "big")} if was_whole and not is_lost else set()
+        encoder.lost_files = {f"{front_end}.{number}"} if was_whole and is_lost else set()
 
     def pause(self, mode: Any) -> None:
         self.engine.scheduler.pause(mode)

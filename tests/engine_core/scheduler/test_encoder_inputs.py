@@ -1,9 +1,11 @@
 """Images in the scheduler: what a step encodes, and which tokens it may compute."""
 
 import pytest
+from msgspec.structs import replace
 
 from engine_core.request import RequestStatus
 from proto.messages.engine_io import FinishReason
+from proto.messages.multimodal import SharedPixels
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.images import encoder_limits, picture, with_pictures
 from tests.fakes.paged_runner import undisturbed
@@ -443,6 +445,27 @@ def test_text_before_an_image_that_cannot_be_encoded_stays_cached(async_scheduli
     engine.step()
     assert other.num_cached_tokens == 12
     engine.finish(other)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_rows", [2, 100])
+@pytest.mark.parametrize("num_before", [0, 6])
+@pytest.mark.parametrize("begin", [0, 50])
+def test_a_lost_file_of_a_front_end_ends_no_request_of_another(
+    begin, num_before, num_rows, async_scheduling
+):
+    """The image is encoded again from the file of the other front end, and taken for its tokens."""
+    engine = ImageHarness({"max_input_tokens": num_rows}, async_scheduling=async_scheduling)
+    first = engine.add_parts(text(num_before), (1, 6), text(4), max_tokens=6)
+    prompt, features = with_pictures([text(num_before, begin), (1, 6), text(5)])
+    features = [replace(each, pixels=SharedPixels("other", (3, 2, 2))) for each in features]
+    engine.runner.encoder.lost_files.add(first.mm_features[0].pixels.name)
+    second = engine.add_one(prompt, 6, mm_features=features, front_end=1)
+    engine.run()
+    assert engine.finish_reason_of(first) is FinishReason.ERROR
+    assert engine.finish_reason_of(second) is FinishReason.LENGTH
+    engine.finish(second)
+    assert not engine.runner.encoder.failed
 
 
 def test_requests_that_found_what_was_computed_without_an_image_end_too():
