@@ -388,13 +388,21 @@ class PrefillThrottle(SchedulerFeature):
         self._num_prompt_tokens = 0.0  # of requests that have ended, the last ones most
         self._num_decode_steps = 0.0  # of the same requests; 0: none has ended
 
-    def prompt_tokens(self, num_decoding: int, num_requests: int) -> int:
-        """Return the prompt tokens of a step; num_requests: that run, or wait and could run."""
+    def prompt_tokens(
+        self, num_decoding: int, num_requests: int, encoder_seconds: float = 0.0
+    ) -> int:
+        """Return the prompt tokens of a step.
+
+        num_requests: that run, or wait and could run. encoder_seconds: of images in this step, for
+        which decoding requests wait, too.
+        """
         if not self._max_slowdown or not num_decoding or not self._num_decode_steps:
             return self._token_budget
         per_step = max(1.0, self._num_prompt_tokens / self._num_decode_steps)
         num_needed = round(PACE * num_requests * per_step / MULTIPLE) * MULTIPLE
-        num_tokens = max(MIN_PROMPT_TOKENS, self._num_fitting(num_decoding), num_needed)
+        num_tokens = max(
+            MIN_PROMPT_TOKENS, self._num_fitting(num_decoding, encoder_seconds), num_needed
+        )
         return min(num_tokens, self._token_budget)
 
     def spare_seconds(self, num_decoding: int) -> float:
@@ -411,11 +419,12 @@ class PrefillThrottle(SchedulerFeature):
             num_steps = max(1, request.num_output_tokens - request.num_accepted_drafts)
             self._num_decode_steps += num_steps - WEIGHT * self._num_decode_steps
 
-    def _num_fitting(self, num_decoding: int) -> int:
+    def _num_fitting(self, num_decoding: int, encoder_seconds: float) -> int:
         """Return the prompt tokens with which a step is short enough; 0 while that is unknown."""
         if not self._decode_seconds or not self._token_seconds:
             return 0
-        return int(self.spare_seconds(num_decoding) / self._token_seconds) // MULTIPLE * MULTIPLE
+        seconds = max(0.0, self.spare_seconds(num_decoding) - encoder_seconds)
+        return int(seconds / self._token_seconds) // MULTIPLE * MULTIPLE
 
     def learn_step(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from the time of a step with decoding rows, drafts included, and prompt tokens."""

@@ -130,9 +130,10 @@ class StepPlanner:
         """
         self._preemption.preempt_above_watermark(plan)
         deferred = self._fairness.order_running()
-        plan.prompt_budget = self._prompt_budget()
-        if self._encoder_inputs is not None:
-            self._begin_encoding(plan)
+        if self._encoder_inputs is None:
+            plan.prompt_budget = self._prompt_budget(0.0)
+        else:
+            self._begin_encoding(plan, self._encoder_inputs)
         speculation = self._speculation
         if speculation.is_active:
             speculation.fill_drafts(plan)
@@ -253,23 +254,25 @@ class StepPlanner:
         num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
         assert num_tokens == self._chunks.token_budget - plan.budget, "the budget was not kept"
 
-    def _prompt_budget(self) -> int:
+    def _prompt_budget(self, encoder_seconds: float) -> int:
         """Return how many prompt tokens the step may have, with decoding requests or without."""
         num_running, num_prefilling = len(self._running), self._fairness.num_prefilling
         num_startable = min(self._waiting.num_ready, max(0, self._max_running - num_running))
         return self._throttle.prompt_tokens(
-            num_running - num_prefilling, num_running + num_startable
+            num_running - num_prefilling, num_running + num_startable, encoder_seconds
         )
 
-    def _begin_encoding(self, plan: StepPlan) -> None:
-        """Begin the encoder work of the step, and make room for an image that cannot be cut."""
-        assert self._encoder_inputs is not None
+    def _begin_encoding(self, plan: StepPlan, encoder_inputs: EncoderInputs) -> None:
+        """Begin the encoder work of the step, and make room for an image that cannot be cut.
+
+        Prompts have the time that it leaves.
+        """
         num_decoding = len(self._running) - self._fairness.num_prefilling
-        self._encoder_inputs.begin_step(
+        seconds = encoder_inputs.begin_step(
             self._throttle.spare_seconds(num_decoding), self._fairness.num_prefilling
         )
-        least = self._encoder_inputs.least_prompt_tokens
-        plan.prompt_budget = max(plan.prompt_budget, min(least, plan.budget))
+        least = min(encoder_inputs.least_prompt_tokens, plan.budget)
+        plan.prompt_budget = max(self._prompt_budget(seconds), least)
 
     # Running requests
 

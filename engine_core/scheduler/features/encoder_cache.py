@@ -41,6 +41,10 @@ class EncoderBudget:
         seconds = min(spare_seconds, LONGEST_SECONDS)
         return max(1.0 / PARTS, seconds * self._num_rows / self._seconds)
 
+    def seconds(self, num_rows: float) -> float:
+        """Return how long rows take; 0 while that is unknown."""
+        return num_rows * self._seconds / self._num_rows if self._num_rows else 0.0
+
     def learn(self, num_rows: float, seconds: float) -> None:
         if num_rows > 0.0 and seconds > 0.0:
             self._num_rows += num_rows - FORGETTING * self._num_rows

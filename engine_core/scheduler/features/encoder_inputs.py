@@ -113,12 +113,14 @@ class EncoderInputs(SchedulerFeature):
         """Whether a step would encode something, although no request runs or is ready."""
         return bool(self._parked) or self.cache.partial is not None
 
-    def begin_step(self, spare_seconds: float, num_prefilling: int) -> None:
+    def begin_step(self, spare_seconds: float, num_prefilling: int) -> float:
         """Begin to plan a step: go on with the image that is encoded in part.
 
         spare_seconds: for which decoding requests can wait; infinite without any. num_prefilling:
-        running requests with more than one token to compute.
+        running requests with more than one token to compute. Returns the seconds that the encoder
+        work of the step may take, with an image that is begun for a request that waits for one.
         """
+        holds_any = self.holds_any
         if self.stalled:
             self.leaves_room = True
         elif not num_prefilling:
@@ -132,6 +134,10 @@ class EncoderInputs(SchedulerFeature):
             self._advance(cache.partial)
         if self._parked and cache.partial is None:
             self._serve_passed()
+        num_rows = sum(piece.end - piece.start for piece in self._slices)
+        if holds_any and cache.partial is None:
+            num_rows += min(self._budget, self.limits.vision.max_embeds)
+        return self._rule.seconds(num_rows)
 
     @property
     def holds_any(self) -> bool:
@@ -218,9 +224,7 @@ class EncoderInputs(SchedulerFeature):
             if output is not None and not output.first_step:
                 output.first_step = step
 
-    def end_step(
-        self, step: SchedulerOutput, result: ModelRunnerOutput
-    ) -> list[FailedImage]:
+    def end_step(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[FailedImage]:
         """Process the encoder work of a step; return the images without output of requests.
 
         Some of these requests may have ended.

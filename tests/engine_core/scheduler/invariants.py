@@ -149,7 +149,10 @@ class CheckedEngine(EngineHarness):
             name = (request.seq_id, request.num_preemptions)
             tables = self._tables[name] = self.kv_tables(request.seq_id)
             self._check_length(request, tables)
-            if self.has_connector or request.seq_id in self.scheduler.kv_transfer.rewound_until_step:
+            if (
+                self.has_connector
+                or request.seq_id in self.scheduler.kv_transfer.rewound_until_step
+            ):
                 continue  # a failed load or image frees blocks
             for old, new in zip(before.get(name, tables), tables, strict=True):
                 assert len(old) <= len(new), "a block table became shorter"

@@ -371,6 +371,38 @@ def test_slices_leave_decoding_requests_their_pace():
     engine.finish(request)
 
 
+@pytest.mark.parametrize("begins_with_text", [False, True])
+def test_a_step_with_encoder_work_and_a_prompt_is_no_longer_than_one_with_either(begins_with_text):
+    """A request decodes in steps of 0.1 s, which may take twice as long."""
+    engine = ImageHarness(
+        {"max_input_tokens": None, "max_embeds": 300},
+        max_prefill_slowdown=2.0,
+        max_num_batched_tokens=512,
+    )
+    engine.runner.encoder.row_seconds = 0.002
+    engine.step_seconds = lambda output: 0.1 + 0.0005 * (output.total_num_scheduled_tokens - 1)
+    engine.finish(engine.add_parts(text(50), (9, 20), max_tokens=40))
+    engine.add_one(text(2, 100), max_tokens=200)
+    engine.step()
+    engine.step()
+    engine.add_one(text(60, 300), max_tokens=1)
+    for _ in range(6):
+        engine.step()
+    prompt = engine.add_one(text(170, 500), max_tokens=1)
+    engine.step()
+    assert prompt.num_computed_tokens > 150, "without images it has all the time"
+    engine.step()
+    engine.add_parts(text(4 * begins_with_text, 800), (1, 250), text(1))
+    engine.add_one(text(900), max_tokens=1)
+    engine.step()
+    for _ in range(3):
+        output = engine.step()
+        seconds = engine.step_seconds(output) + engine.runner.encoder.seconds(output)
+        assert output.scheduled_encoder_inputs
+        assert output.total_num_scheduled_tokens > 40, "the prompt goes on"
+        assert seconds < 0.23
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_an_image_that_fails_at_once_does_not_count_as_encoded_fast(async_scheduling):
     """Neither do its slices in a step that was sent before the workers said so."""
