@@ -485,6 +485,16 @@ def encoder_limits(config: ServeConfig, worker: WorkerReady, vision: VisionFacts
     """
     scheduler = config.scheduler
     check_vision(scheduler, vision)
+    num_running = scheduler.token_budget - vision.max_embeds + 1
+    if vision.is_bidirectional and num_running < scheduler.max_num_seqs:
+        logger.warning(
+            "at most %d of --max-num-seqs %d requests run at a time: a step has %d tokens "
+            "(--max-num-batched-tokens), of which an image needs %d at once",
+            num_running,
+            scheduler.max_num_seqs,
+            scheduler.token_budget,
+            vision.max_embeds,
+        )
     max_input_tokens = scheduler.max_num_encoder_input_tokens
     if worker.computes_ahead:
         most = scheduler.token_budget if max_input_tokens is None else max_input_tokens

@@ -80,3 +80,24 @@ def test_limits_with_which_an_image_could_never_be_computed_are_refused(
         assert limits_of(SchedulerConfig(**settings)).vision.max_embeds == 256
     enough = dict.fromkeys(settings, 256)
     assert limits_of(SchedulerConfig(**enough), is_bidirectional=is_bidirectional)
+
+
+@pytest.mark.parametrize(
+    ("budget_of_step", "is_bidirectional", "num_running"),
+    [(256, True, 1), (260, True, 5), (263, True, None), (256, False, None)],
+)
+def test_a_log_line_says_how_many_requests_an_image_lets_run(
+    budget_of_step: int,
+    is_bidirectional: bool,
+    num_running: int | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The tokens of an image that is computed in one step are kept free for it."""
+    settings = SchedulerConfig(max_num_batched_tokens=budget_of_step, max_num_seqs=8)
+    limits_of(settings, is_bidirectional=is_bidirectional)
+    if num_running is None:
+        assert caplog.messages == []
+    else:
+        (line,) = caplog.messages
+        assert f"at most {num_running} of --max-num-seqs 8 requests run" in line
+        assert f"{budget_of_step} tokens (--max-num-batched-tokens)" in line
