@@ -133,7 +133,7 @@ def test_drafts_change_no_token(name: str, has_draft_model: bool, tmp_path: Path
     harness.run()
     assert [harness.tokens_of(each) for each in requests] == [expected] * 3
     assert 10 < drafting.num_accepted < drafting.num_drafted
-    assert (drafting.num_proposed > 10) is has_draft_model
+    assert (drafting.num_proposed > 0) is has_draft_model
 
 
 def with_draft(loaded: LoadedModel) -> LoadedModel:
