@@ -20,7 +20,6 @@ import httpx
 import pytest
 import torch
 from PIL import Image
-from transformers import LlamaForCausalLM
 
 from tests.e2e.daemon import Daemon, eventually
 from tests.fakes.adapters import SEVEN, make_adapter, merged
@@ -202,31 +201,24 @@ def reload(daemon: Daemon) -> None:
     assert eventually(lambda: daemon.text.count("tokend reloaded after") > times, 60)
 
 
-def language_model(model: Any) -> Any:
-    """Return the language model of a SmolVLM in a model of its own."""
-    alone = LlamaForCausalLM(model.config.text_config).eval()
-    alone.model.load_state_dict(model.model.text_model.state_dict())
-    alone.lm_head.load_state_dict(model.lm_head.state_dict())
-    return alone
-
-
 def test_an_adapter_and_a_reload(tmp_path: Path) -> None:
     """Two front ends; the next engine serves images, and the adapter with them, as the first did.
 
-    An adapter has the names of the language model alone.
+    An adapter of the language model has its names in the whole model. One that changes the vision
+    part is refused.
     """
     model = save_vision_model("smolvlm", tmp_path / "model")
-    adapted = read_vision_model(tmp_path / "model")
-    adapter = make_adapter(language_model(model), tmp_path / "adapter", size=2.0)
-    changed = merged(language_model(model), adapter)
-    adapted.model.text_model.load_state_dict(changed.model.state_dict())
     modules = rf".*text_model.*\.({'|'.join(SEVEN)})"
-    whole = make_adapter(model, tmp_path / "whole", target_modules=modules)
+    adapter = make_adapter(model, tmp_path / "adapter", size=2.0, target_modules=modules)
+    adapted = merged(model, adapter)
+    whole = make_adapter(model, tmp_path / "whole")
     flags = ("--served-model-name", "base", "--enable-lora", "--lora-modules", f"own={adapter}")
     flags += ("--model", str(tmp_path / "model"), "--api-server-count", "2")
     content = ("see", random_image(10, 40, 30))
     with Daemon(*FLAGS, *flags, "--lora-dir", str(tmp_path)) as daemon:
-        for _ in range(2):
+        for is_reloaded in (False, True):
+            if is_reloaded:
+                reload(daemon)
             for _ in range(4):  # of either front end
                 answers = {}
                 for name, reference in (("base", model), ("own", adapted)):
@@ -235,12 +227,12 @@ def test_an_adapter_and_a_reload(tmp_path: Path) -> None:
                     served.assert_greedy(answer, content)
                     answers[name] = answer["choices"][0]["token_ids"]
                 assert answers["base"] != answers["own"]
-            reload(daemon)
         body = {"lora_name": "whole", "lora_path": str(whole)}
         refused = httpx.post(f"{daemon.url}/v1/load_lora_adapter", json=body, timeout=60)
         assert refused.status_code == 400
         error = refused.json()["error"]["message"]
-        assert "down_proj.lora_A.weight is of no weight of LlamaForCausalLM that" in error
+        assert "vision_model.encoder.layers.0.self_attn." in error
+        assert "is of no weight of LlamaForCausalLM that an adapter can change" in error
 
 
 @pytest.mark.parametrize("medium", ["host memory", "disk"])
