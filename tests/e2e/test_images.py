@@ -174,13 +174,13 @@ def test_beams_are_those_of_transformers(served: Served) -> None:
             pad_token_id=END_ID,
         )
     length = batch["input_ids"].shape[1]
-    ended = [each[length:].tolist() for each in expected]
-    ended = [each[: each.index(END_ID) + 1] if END_ID in each else each for each in ended]
-    assert [each["token_ids"] for each in choices] == ended
+    outputs = [each[length:].tolist() for each in expected]
+    outputs = [each[: each.index(END_ID) + 1] if END_ID in each else each for each in outputs]
+    assert [each["token_ids"] for each in choices] == outputs
 
 
 def test_logprobs_of_a_prompt(served: Served) -> None:
-    """Of image tokens, too: as ids that the model does not expect after each other."""
+    """Image tokens have them, too; the second time the prompt is in the prefix cache."""
     content = ("see", random_image(9, 40, 30), "it")
     for _ in range(2):
         found = served.answer(message(*content), prompt_logprobs=0)["prompt_logprobs"]
