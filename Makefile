@@ -58,7 +58,7 @@ wheel:
 	@rm -rf build
 	@du -h dist/*.whl
 
-# Kernels, models and speed on a GPU, in 25 minutes at most; a table and gpu-check.json after each
+# Kernels, models and speed on a GPU, in 26 minutes at most; a table and gpu-check.json after each
 # phase. ARGS="--only attention" runs some phases. tests/gpu/hour.sh has the first 15 minutes of it,
 # for a host without pip and network.
 gpu-check: $(VENV)/installed-test $(GPU)

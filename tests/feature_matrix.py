@@ -180,9 +180,6 @@ DRAFTS_ON_TRANSFORMERS: Final = (
     "e2e/test_transformers_code.py::test_drafts_logprobs_of_prompts_and_eight_bits"
 )
 BEAMS_WITH_LOADS: Final = "e2e/test_beams.py::test_beams_of_agents_whose_prompts_are_loaded"
-REFUSES_ADAPTERS: Final = (
-    "worker/adapters/test_service.py::test_what_does_not_support_adapters_refuses_them"
-)
 NOT_INVARIANT: Final = (
     "worker/test_memory_plan.py::test_what_depends_on_the_batch_is_refused_where_bits_shall_not"
 )
@@ -437,9 +434,12 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "adapters",
         "cuda",
         Refused(
-            "--enable-lora: products on a GPU have no kernels for adapters so far: "
+            "--lora-target-modules lm_head: on a GPU adapters change neither embedding nor head: "
             "--device cpu is needed",
-            REFUSES_ADAPTERS,
+            "worker/adapters/test_gpu_limits.py"
+            "::test_modules_that_no_adapter_changes_on_a_gpu_are_refused",
+            part="embedding, head, experts, kv_b_proj, and models on transformers' code",
+            rest="worker/adapters/test_cuda_steps.py::test_tokens_are_those_of_the_reference",
         ),
     ),
     (
@@ -449,7 +449,14 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             "worker/adapters/test_kernel_adapters.py::test_a_row_has_the_same_bits_in_every_batch"
         ),
     ),
-    ("adapters", "cascade", Meaningless("it is for GPUs, which refuse adapters")),
+    (
+        "adapters",
+        "cascade",
+        Works(
+            "worker/adapters/test_cuda_steps.py"
+            "::test_steps_that_read_a_shared_prefix_once_have_adapters"
+        ),
+    ),
     (
         "adapters",
         "prompt_embeds",

@@ -21,6 +21,7 @@ from proto.settings.config import (
     DeviceConfig,
     DType,
     KVCacheDType,
+    LoRAConfig,
     SchedulerConfig,
     ServeConfig,
     flag_name,
@@ -142,6 +143,13 @@ class Device(LayerDevice, BlockDevice):
 
         row_bytes: of the rows of one worker. Raises ConfigError if they do not fit the host.
         """
+
+    def adapter_memory(self, config: LoRAConfig, adapter_bytes: int) -> Counter[str]:
+        """Return what a worker's adapters take of this memory, by purpose.
+
+        adapter_bytes: of the largest adapter. Raises ConfigError if they do not fit the host.
+        """
+        return Counter({f"{config.num_resident} adapters": config.num_resident * adapter_bytes})
 
     @abstractmethod
     def smaller_settings(self) -> list[tuple[str, str, tuple[str | int | float, ...]]]:

@@ -33,7 +33,7 @@ from worker.attention.kv_cache import KVLayout, resolve_kv_dtype
 from worker.attention.state_cache import STATE_DTYPE
 from worker.device import Device
 from worker.layers.adapters import AdapterTargets
-from worker.loader.adapters.build import AdapterLimits, AdapterLoader
+from worker.loader.adapters.build import AdapterLimits, AdapterLoader, adapted_weights
 from worker.loader.digest import hashing
 from worker.loader.files import read_index
 from worker.loader.formats import (
@@ -308,10 +308,11 @@ def adapter_store(
 ) -> AdapterStore:
     """Return an empty store of adapters. spec: of the whole model. targets: a rank's products."""
     shards = shard_model(spec, group.size, block_columns(spec, read_index(prepared)))
+    own = shards[group.rank].weights
+    products = adapted_weights(targets, spec.weights(), own, config.lora_target_modules)
+    targets.step.reserve(products, config.max_loras, config.max_lora_rank, dtype)
     limits = AdapterLimits(max_rank=config.max_lora_rank, modules=config.lora_target_modules)
-    loader = AdapterLoader(
-        prepared, spec, targets, shards[group.rank].weights, group.rank, device, dtype, limits
-    )
+    loader = AdapterLoader(prepared, spec, targets, own, group.rank, device, dtype, limits)
     return AdapterStore(loader, targets.step, group.rank)
 
 

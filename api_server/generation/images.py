@@ -201,7 +201,7 @@ def make_image_input(
     reader: in place of one for the model. Raises ModelError.
     """
     config = boot.config.media
-    if model.vision is None or not config.max_images:
+    if model.vision is None:
         return None
     if reader is None:
         owner = f"{boot.index}.{boot.incarnation}"

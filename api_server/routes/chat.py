@@ -15,10 +15,10 @@ from starlette.responses import Response
 from api_server.generation.app_state import RequestContext
 from api_server.generation.encoders.base import ResponseOptions
 from api_server.generation.encoders.chat import ChatEncoder
-from api_server.media.reader import ImageSource
 from api_server.generation.request_builder import RequestBuilder, check_thoughts
 from api_server.generation.sampling import EndpointOptions
 from api_server.generation.stream import TokenStream
+from api_server.media.reader import ImageSource
 from api_server.parsers.output import ChoiceParser
 from api_server.parsers.output_format import OutputFormat, plan_reasoning, reasoning_variables
 from api_server.parsers.tool_calls import TEXT_ONLY, ToolCallPlan

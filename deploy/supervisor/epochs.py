@@ -77,7 +77,7 @@ class EpochCounter:
         other.epoch = other.worker_epoch = next(self._epochs)
         other._template = changed(
             self._template,
-            model=models.model,
+            model=models.model.served_with(self._template.config.media.max_images),
             draft_model=models.draft_model,
             generation=other.epoch,
         )

@@ -263,6 +263,13 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     generation_settings: tuple[ModelSetting, ...] = ()
     vision: VisionFacts | None = None
 
+    def served_with(self, max_images: int) -> "PreparedModel":
+        """Return the facts for prompts of at most that many images: with 0, no vision part."""
+        if max_images or self.vision is None:
+            return self
+        parts = (*self.unloaded_parts, "vision")
+        return msgspec.structs.replace(self, vision=None, unloaded_parts=parts)
+
     @property
     def ends_notice(self) -> str:
         """Which tokens end an answer, and why, in words."""

@@ -292,3 +292,19 @@ def test_answers_are_the_same_alone_in_a_batch_and_from_the_cache(
     if "--batch-invariant" in flags:
         logprobs = [[each["choices"][0]["logprobs"] for each in answers] for answers in rounds]
         assert logprobs[1:] == [logprobs[0]] * 2
+
+
+def test_without_images_the_language_model_is_served_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("text") / "model"
+    save_vision_model("smolvlm", folder)
+    limit = ("--limit-mm-per-prompt", '{"image": 0}')
+    with Daemon(*FLAGS, "--model", str(folder), *limit) as daemon:
+        assert "vision part is not loaded: text only" in daemon.text
+        served = Served("smolvlm", read_vision_model(folder), daemon)
+        served.assert_greedy(served.answer(message("text")), ("text",))
+        body = {"messages": [message(random_image(1, 20, 20))]}
+        refused = httpx.post(f"{daemon.url}/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert "image_url" in refused.json()["error"]["message"]

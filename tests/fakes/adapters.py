@@ -18,8 +18,8 @@ from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import spec_of
 from worker.batch.step_inputs import TokenAdapters
 from worker.device import Device
-from worker.layers.adapters import Adapter, AdapterTargets
-from worker.loader.adapters.build import AdapterLimits, AdapterLoader
+from worker.layers.adapters import Adapter, AdapterTargets, StepAdapters
+from worker.loader.adapters.build import AdapterLimits, AdapterLoader, adapted_weights
 from worker.loader.files import read_index
 from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.source import block_columns
@@ -82,10 +82,13 @@ class Served:
         group: RankGroup = ALONE,
         device: Device = CPU,
         config: ServeConfig | None = None,
+        step: StepAdapters | None = None,
+        max_loras: int = 8,
         **limits: Any,
     ) -> None:
+        """step: None for that of the device. max_loras: adapters of a step."""
         spec = spec_of(prepared) if config is None else model_spec(prepared, config)
-        self.targets = AdapterTargets(device.step_adapters())
+        self.targets = AdapterTargets(step or device.step_adapters())
         self.decoder: Decoder
         if isinstance(spec, TransformersSpec):
             dense = weight_format or DenseFormat(dtype)
@@ -98,15 +101,12 @@ class Served:
                 prepared, spec, dtype, device, _show, weight_format, group, self.targets
             )
         shards = shard_model(spec, group.size, block_columns(spec, read_index(prepared)))
+        allowed = AdapterLimits(**{"max_rank": 64} | limits)
+        own = shards[group.rank].weights
+        products = adapted_weights(self.targets, spec.weights(), own, allowed.modules)
+        self.targets.step.reserve(products, max_loras, allowed.max_rank, dtype)
         self.loader = AdapterLoader(
-            prepared,
-            spec,
-            self.targets,
-            shards[group.rank].weights,
-            group.rank,
-            device,
-            dtype,
-            AdapterLimits(**{"max_rank": 64} | limits),
+            prepared, spec, self.targets, own, group.rank, device, dtype, allowed
         )
         self.store = AdapterStore(self.loader, self.targets.step, group.rank)
 

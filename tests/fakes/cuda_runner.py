@@ -46,6 +46,7 @@ from worker.reference.sampling import TorchBackend
 from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle_head import EagleHead
+from worker.step.adapter_store import AdapterStore
 from worker.step.model_runner import ModelRunner
 from worker.step.routed_experts import RoutedExpertsCache, record_experts
 from worker.step.runner_parts import DrafterParts, PendingStep, Runner, RunnerParts
@@ -82,12 +83,15 @@ class Model:
     """A tiny model that can be loaded on any device."""
 
     dtype: torch.dtype
+    store: AdapterStore | None = None
+    """The adapters of the decoder that was loaded last."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.dtype = torch.float16 if name in _IN_FLOAT16 else DTYPE
         plain = CONFIGS[name]
         config = type(plain)(**plain.to_dict() | SIZES[name])
-        tiny_model(config).save_pretrained(folder)
+        self.own = tiny_model(config)
+        self.own.save_pretrained(folder)
         self.prepared = prepare_checkpoint(folder, folder / "prepared")
         self.spec = spec_of(self.prepared)
         self._reference_tokens: dict[int, list[int]] | None = None
@@ -152,6 +156,7 @@ class OnFakeCuda:
             batch=self.rows,
             experts=experts,
             drafter=drafter,
+            adapters=model.store,
             show_captured=self.progress.append,
         )
         runner = build_runner(self.gpu, self.parts)
@@ -200,7 +205,9 @@ def host_runner(model: Model, num_rows: int, returns_experts: bool = False) -> M
         experts = RoutedExpertsCache(decoder.spec, cache, record)
     attention = ReferenceAttention(cache, model.spec.attention_shape)
     rows, sampler, transfers = model.rows(num_rows), REFERENCE.sampler(), REFERENCE.transfers()
-    return ModelRunner(decoder, attention, sampler, rows, cache, transfers, experts=experts)
+    return ModelRunner(
+        decoder, attention, sampler, rows, cache, transfers, experts=experts, adapters=model.store
+    )
 
 
 class LaunchingRunner:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.fakes.fake_device import DeviceError, DeviceTensor, FakeDevice, on_host
 from tests.worker.reference.sorted_pairs import sorted_pairs
+from worker.cuda.layers.adapter_slots import ProductSlots, SlotAdapters, StepRows
 from worker.cuda.layers.triton_codes import CodedWeight, TritonCodedLinear
 from worker.cuda.layers.triton_experts import PairBlocks, Tile, TritonExperts
 
@@ -160,6 +161,54 @@ class ExpertsWithoutTriton(TritonExperts):
 def stacks(weight: CodedWeight) -> tuple[torch.Tensor | None, ...]:
     """Return what a stack of weights has for each of them."""
     return weight.codes, weight.scales, weight.zeros
+
+
+class SlotsWithoutTriton(SlotAdapters):
+    """SlotAdapters for tensors of a FakeDevice; sums are rounded once, as in plain torch."""
+
+    def _launch(
+        self,
+        product: ProductSlots,
+        step: StepRows,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        of_product: torch.Tensor,
+    ) -> None:
+        assert isinstance(y, DeviceTensor)
+        memory = self._reserved
+        rows_of_step = [getattr(step, name) for name in StepRows.__slots__]
+        given = (*rows_of_step, memory.slots, x, of_product, product.tiles)
+        assert all(isinstance(each, DeviceTensor) for each in given)
+
+        def run() -> None:
+            slots, firsts, ends = (
+                on_host(each).tolist() for each in (step.slots, step.firsts, step.ends)
+            )
+            for slot, first, end in zip(slots, firsts, ends, strict=True):
+                if first == end:
+                    continue
+                rows = on_host(step.rows)[first:end].long()
+                scales = on_host(step.scales)[first:end, None].double()
+                fields = on_host(memory.table)[slot].tolist()
+                numbers = on_host(memory.numbers)[slot].double()
+                before = on_host(y)[rows].double()
+                after = before.clone()
+                for place, weight in enumerate(product.weights):
+                    at = 3 * (product.entry + place)
+                    rank, down, up = fields[at : at + 3]
+                    num_inputs, num_outputs = weight.num_inputs, len(weight.outputs)
+                    a = numbers[down : down + rank * num_inputs].view(rank, num_inputs)
+                    b = numbers[up : up + rank * num_outputs].view(rank, num_outputs)
+                    part = on_host(x)[rows].double() @ a.t() @ b
+                    after[:, weight.outputs.start : weight.outputs.stop] += part * scales
+                count, factor = product.num_outputs, fields[product.factor_field]
+                if factor:
+                    gain, shift = on_host(memory.factors)[slot, factor:][: 2 * count].split(count)
+                    own = on_host(of_product)[rows].double()[:, :count]
+                    after[:, :count] += (own * gain + shift) * scales
+                on_host(y)[rows] = after.to(y.dtype)
+
+        y.owner.kernel(run)
 
 
 class CodedLinearWithoutTriton(TritonCodedLinear):

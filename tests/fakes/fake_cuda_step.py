@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -47,14 +47,18 @@ from tests.fakes.prepared_models import build_decoder, shapes_of
 from tests.fakes.triton import KERNELS
 from worker.attention.kv_cache import KVCache
 from worker.batch.input_batch import InputBatch
+from worker.batch.step_inputs import TokenAdapters
 from worker.cuda import async_runner as ahead
 from worker.cuda import device as cuda_device
 from worker.cuda import runner_builder
 from worker.cuda.attention.kv_store import TritonStore
+from worker.cuda.layers.adapter_slots import SlotAdapter, SlotAdapters
 from worker.cuda.runner_builder import DeviceKernels, Gpu
 from worker.cuda.sampling import draft_draw
 from worker.cuda.sampling.device_kernels import TritonDraw, TritonEdits
 from worker.cuda.transfers import Download, Downloader
+from worker.layers.adapters import AdapterRows, AdapterTargets
+from worker.loader.adapters.build import AdapterLoader, adapted_weights
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
@@ -63,6 +67,7 @@ from worker.plan.memory_plan import layer_cache
 from worker.reference.sampling import TorchBackend
 from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import DraftedModel
+from worker.step.adapter_store import AdapterStore
 from worker.step.runner_parts import DrafterParts, RunnerParts
 
 CUDA = torch.device("cuda", 0)
@@ -327,6 +332,7 @@ def all_tokens_allowed(step: SchedulerOutput) -> GrammarOutput:
 
 
 LAUNCHED = {
+    "adapters": ("reduce_block", "expand_block"),
     "rows": ("store_head", "norm_row", "gate_row"),
     "products": ("multiply_block", "sort_pairs", "combine"),
     "sampling": (
@@ -384,16 +390,21 @@ def build_runner(
     *,
     num_rows: int = 4,
     has_draft_model: bool = False,
+    has_adapters: bool = False,
     **settings: Any,
 ) -> FakeCudaRunner:
     """Load a model and capture graphs.
 
-    has_draft_model: the model drafts for itself. settings: of DeviceConfig.
+    has_draft_model: the model drafts for itself. has_adapters: 1, 2 and 3 are loaded, two of which
+    fit in a step. settings: of DeviceConfig.
     """
     spec = spec_from_config(FAMILIES[family])
-    decoder = make_decoder(spec, dtype)
+    adapters = FakeAdapters(watch, spec, dtype) if has_adapters else None
+    decoder = make_decoder(spec, dtype, adapters and adapters.targets)
     layout, geometry = layer_cache(spec, kv_dtype or dtype)
     with watch:
+        if adapters is not None:
+            adapters.load(1, 2, 3)
         cache = KVCache(geometry, layout, 40, BLOCK, GPU.zeros)
     rows = InputBatch(num_rows, spec.max_position, BLOCK, layout.num_groups)
     kernels = DeviceKernels(FakeLibrary, TritonStore(), TritonDraw(), TritonEdits())  # type: ignore[arg-type]
@@ -416,7 +427,13 @@ def build_runner(
                 ),
             )
         parts = RunnerParts(
-            config=config, model=decoder, dtype=dtype, kv_cache=cache, batch=rows, drafter=drafter
+            config=config,
+            model=decoder,
+            dtype=dtype,
+            kv_cache=cache,
+            batch=rows,
+            drafter=drafter,
+            adapters=adapters,
         )
         runner = runner_builder.build_runner(gpu, parts)
     assert isinstance(runner, ahead.AsyncModelRunner)
@@ -457,14 +474,44 @@ def run_steps(
     assert (num_drafts > 0) == has_draft_model
 
 
-def make_decoder(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
+class FakeAdapters(AdapterStore):
+    """A store of adapters of rank 16 of all products, without numbers.
+
+    watch: of the accelerator. numbers: those of the adapters.
+    """
+
+    def __init__(self, watch: HotPath, spec: ModelSpec, dtype: torch.dtype) -> None:
+        accelerator: Any = FakeAccelerator(watch)
+        self.slots = SlotAdapters(lambda: accelerator)
+        self.targets = AdapterTargets(self.slots)
+        super().__init__(Mock(spec=AdapterLoader), self.slots)
+        self._reserve = lambda: self.slots.reserve(
+            adapted_weights(self.targets, spec.weights(), {}, ()), 2, 16, dtype
+        )
+        self._pinned = accelerator.pinned
+
+    def load(self, *numbers: int) -> None:
+        """Hold adapters with these numbers; called when the products are known."""
+        self._reserve()
+        for number in numbers:
+            content = self._pinned(self.slots.num_bytes // 2)
+            self._adapters[number] = SlotAdapter(products={}, content=content, has_factors=False)
+
+    def _rows_of(self, adapters: TokenAdapters) -> tuple[AdapterRows, ...]:
+        with unset_fake_temporarily():  # the host reads them
+            return super()._rows_of(adapters)
+
+
+def make_decoder(
+    spec: ModelSpec, dtype: torch.dtype, adapters: AdapterTargets | None = None
+) -> Decoder:
     """Build the model as the loader does, with weights that have only shapes."""
     shapes = shapes_of(spec)
 
     def make(name: str) -> torch.Tensor:
         return torch.empty(shapes[name], dtype=dtype, device=CUDA)
 
-    return build_decoder(spec, make, dtype, GPU)
+    return build_decoder(spec, make, dtype, GPU, adapters)
 
 
 SAMPLING_FIELDS: tuple[dict[str, Any], ...] = (

@@ -14,6 +14,7 @@ from deploy.models.quantised_folder import CONFIG_KEYS, join_parts, read_scheme
 from proto.codec import encode
 from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex, TensorPart
 from worker.device import Device
+from worker.layers.adapters import AdapterTargets
 from worker.layers.norm import NormWeight
 from worker.loader.formats import DenseFormat
 from worker.loader.source import WeightSource
@@ -141,11 +142,15 @@ class TensorSource(WeightSource):
 
 
 def build_decoder(
-    spec: ModelSpec, make: Callable[[str], torch.Tensor], dtype: torch.dtype, device: Device
+    spec: ModelSpec,
+    make: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+    device: Device,
+    adapters: AdapterTargets | None = None,
 ) -> Decoder:
     """Build a decoder with dense weights as the loader does. make: returns the weight of a name."""
     source = TensorSource(spec, make, dtype, device)
-    builder = DecoderBuilder(source, shard_model(spec, 1), DenseFormat(dtype))
+    builder = DecoderBuilder(source, shard_model(spec, 1), DenseFormat(dtype), adapters=adapters)
     layers = [builder.read_layer(layer)() for layer in range(spec.num_layers)]
     return builder.read_ends()(layers)
 

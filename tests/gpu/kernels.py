@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.report import Report, demand
 from tests.gpu.timing import read_rate
+from tests.worker.reference.low_rank import packed, random_update
 from tests.worker.reference.torch_kernels import draw_by_torch
+from worker.cuda.layers.adapter_slots import SlotAdapters
 from worker.cuda.sampling.device_sampler import DeviceDraw
 from worker.cuda.transfers import QueuedTransfers
+from worker.layers.adapters import AdaptedProduct, AdaptedWeight, AdapterRows
 from worker.layers.experts import StackedWeights
 from worker.sampling.row_params import RowParams, neutral_params, torch_columns
 
@@ -32,6 +35,7 @@ OTHERS = (
 
 
 FILTERED_ROWS = 64
+ADAPTERS = "tests/worker/adapters/test_slots_gpu.py"
 QUANTISED = "tests/worker/layers/test_quantised_gpu.py"
 
 
@@ -126,6 +130,51 @@ def draws_by_filter(report: Report, gpu: Hardware) -> None:
 
             report.figure(f"{name}, {count} rows, ms", gpu.median_seconds(draw) * 1e3)
             report.figure(f"{name}, {count} rows, kernels, µs", gpu.kernel_times(draw))
+
+
+def adapters(report: Report) -> None:
+    """Run the tests of adapters, and time what they add to a product of 8B, in a graph.
+
+    Reports times beside that of the product alone, without a target.
+    """
+    if rehearsing():
+        report.figure("adapters", "the strict fake has other tests for them")
+        return
+    with report.part("tests"):
+        run_tests(report, ["-m", hardware().pytest_marks, ADAPTERS])
+    gpu, size, rank, num_adapters = hardware(), 4096, 16, 8
+    dtype = torch.bfloat16
+    slots = SlotAdapters(gpu.accelerator)
+    slots.reserve(
+        [AdaptedProduct(size, [AdaptedWeight(range(size), size)])], num_adapters, 64, dtype
+    )
+    owners = [
+        packed(slots, random_update(size, ((rank, size),), dtype, seed))
+        for seed in range(num_adapters)
+    ]
+    weight = torch.randn(size, size, device=gpu.device).to(dtype)
+    for batch in gpu.sizes.batches:
+        x = torch.randn(batch, size, device=gpu.device).to(dtype)
+        product = functools.partial(F.linear, x, weight)
+        y = product()
+        report.figure(f"product, {batch} rows, us", gpu.median_seconds(gpu.captured(product)) * 1e6)
+        slots.reserve_graphs(batch)
+        for count in (1, num_adapters):
+            groups = [
+                AdapterRows(owner, rows := torch.arange(first, batch, count), torch.ones(len(rows)))
+                for first, owner in enumerate(owners[: min(count, batch)])
+            ]
+
+            def add(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                slots.add(0, x, y)
+                return y
+
+            with slots.in_graph(batch):
+                replay = gpu.captured(add)
+            with slots.running(groups):
+                slots.fill_graph(batch)
+            seconds = gpu.median_seconds(replay)
+            report.figure(f"{len(groups)} adapters, {batch} rows, us", seconds * 1e6)
 
 
 def fp8_bias(report: Report) -> None:

@@ -33,6 +33,7 @@ class Phase(NamedTuple):
 PHASES: Final = (
     Phase("versions", "basics:versions", 20.0),
     # Never run on a GPU
+    Phase("adapters", "kernels:adapters", 30.0, has_run=False),
     Phase("filters", "kernels:filters", 40.0, has_run=False),
     Phase("splits", "probe:splits", 40.0, has_run=False),
     Phase("plain-1b", "answers:plain_1b", 40.0, has_run=False),

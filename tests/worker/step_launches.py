@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from proto.codec import changed
 from proto.messages.logit_edits import LogitEdits
 from proto.messages.scheduler_output import SchedulerOutput
 from tests.fakes.fake_cuda_step import HotPath, all_tokens_allowed, build_runner, watched
@@ -40,6 +41,11 @@ _MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "mixtral without graphs": ("mixtral", {"enforce_eager": True}),
     "deepseek3 without graphs": ("deepseek3", {"enforce_eager": True}),
     "llama with a draft model": ("llama", {"has_draft_model": True}),
+    "llama with adapters": ("llama", {"has_adapters": True}),
+    "llama with adapters, without graphs": (
+        "llama",
+        {"has_adapters": True, "enforce_eager": True},
+    ),
 }
 
 
@@ -61,11 +67,37 @@ def _script(num_groups: int, has_draft_model: bool) -> Iterator[tuple[str, Sched
         yield "", steps.next_step(finished=(3,))
 
 
+def _script_with_adapters(num_groups: int) -> Iterator[tuple[str, SchedulerOutput]]:
+    """Yield steps of sequence 1 without an adapter, and of others with the adapter of their number.
+
+    Two adapters fit in a step, so the third one takes the place of the first.
+    """
+    steps = StepMessages(num_groups, num_pages=4)
+
+    def begin(seq_id: int, *, number: int) -> SchedulerOutput:
+        step = steps.next_step({seq_id: range(4)})
+        return changed(step, new_requests=[changed(step.new_requests[0], lora_int_id=number)])
+
+    yield "prompt without an adapter", begin(1, number=0)
+    yield "decode without an adapter", steps.next_step()
+    yield "prompt of a new adapter, and a decode", begin(2, number=1)
+    yield "decode with an adapter", steps.next_step()
+    yield "decode with the same rows", steps.next_step()
+    yield "", begin(3, number=2)
+    yield "decode after a request has ended", steps.next_step(finished=(2,))
+    yield "prompt in a slot of another adapter", begin(4, number=3)
+    yield "", steps.next_step(finished=(3, 4))
+    yield "decode without an adapter any more", steps.next_step()
+
+
 def launches_of(watch: HotPath, family: str, **settings: Any) -> dict[str, dict[str, int]]:
     """Return the launches of each kind of step by name."""
     runner, _, cache, _ = build_runner(watch, family, num_rows=4, **settings)
     found: dict[str, dict[str, int]] = {}
-    script = _script(cache.layout.num_groups, settings.get("has_draft_model", False))
+    if settings.get("has_adapters"):
+        script = _script_with_adapters(cache.layout.num_groups)
+    else:
+        script = _script(cache.layout.num_groups, settings.get("has_draft_model", False))
     with watch:
         for name, step in script:
             watch.launches.clear()

@@ -4,7 +4,7 @@ The fake device refuses calls that would wait for it, and the fake FlashInfer a 
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.pooling import PoolingParams
 from proto.messages.prepared_model import PreparedModel
 from proto.messages.scheduler_output import CachedRequestData
-from proto.settings.config import DeviceConfig, ModelConfig
+from proto.settings.config import DeviceConfig, ModelConfig, ServeConfig
+from tests.fakes.adapters import Served, make_adapter, merged
 from tests.fakes.cuda_runner import compute_by_torch, gpu_of
 from tests.fakes.devices import GPU
-from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_cuda import FakeCuda, SlotsWithoutTriton
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_ragged_wrapper import FakeRagged
 from tests.fakes.pooling_engine import PoolingEngine, prepare
@@ -31,6 +32,7 @@ from tests.fakes.real_engine import BLOCK
 from tests.fakes.stepped_engine import new_request
 from tests.fakes.tiny_encoders import save_encoder
 from tests.fakes.tiny_pooling import hidden_states, pooled, save_causal, save_modules
+from tests.worker.adapters.test_steps import Adapting, prompts
 from tests.worker.test_cuda_service import Running, scheduler_output
 from worker.attention.kv_cache import KVCache
 from worker.batch.input_batch import InputBatch
@@ -50,24 +52,46 @@ ALIKE = 0.99
 
 
 class CudaPoolingEngine(PoolingEngine):
-    """A PoolingEngine whose runner is on a fake CUDA device, in bfloat16."""
+    """A PoolingEngine whose runner is on a fake CUDA device, in bfloat16.
+
+    paths: of adapters 1, 2 …
+    """
 
     def __init__(
-        self, prepared: PreparedModel, cuda: FakeCuda, config: ModelConfig | None = None
+        self,
+        prepared: PreparedModel,
+        cuda: FakeCuda,
+        config: ModelConfig | None = None,
+        paths: Sequence[Path] = (),
     ) -> None:
         self._cuda = cuda
+        self._paths = paths
+        self._config = ServeConfig(model=config or ModelConfig())
         self.library = FakeFlashInfer(cuda.device)
         super().__init__(prepared, config or ModelConfig())
 
     def new_runner(self) -> PoolingRunner:
         spec, cuda = self.decoder.spec, self._cuda
+        accelerator: Any = cuda.device
         with cuda.loading():
-            decoder = load_model(self.prepared, spec, BF16, GPU, lambda part: None)
+            step = SlotsWithoutTriton(lambda: accelerator)
+            served = None
+            if self._paths:
+                served = Served(self.prepared, BF16, device=GPU, config=self._config, step=step)
+            decoder = (
+                load_model(self.prepared, spec, BF16, GPU, lambda part: None)
+                if served is None
+                else served.decoder
+            )
             layout, geometry = layer_cache(spec, BF16)
             cache = KVCache(geometry, layout, self.num_blocks, BLOCK, GPU.zeros)
+        for number, path in enumerate(self._paths, 1):
+            assert served is not None
+            served.load(path, number)
         parts = RunnerParts(
             config=DeviceConfig(),
             model=decoder,
+            adapters=served and served.store,
             dtype=BF16,
             kv_cache=cache,
             batch=InputBatch(64, spec.max_position, BLOCK, layout.num_groups),
@@ -107,6 +131,26 @@ def test_embeddings_of_encoders(name: str, cuda: FakeCuda, tmp_path: Path) -> No
         hidden = model(torch.tensor([PROMPTS[0]])).last_hidden_state[0]
     found = engine.result(tokens).view(len(PROMPTS[0]), -1)
     assert (F.cosine_similarity(found, hidden) > ALIKE).all()
+
+
+def test_embeddings_with_adapters(cuda: FakeCuda, tmp_path: Path) -> None:
+    """Of prompts in chunks, beside one without an adapter."""
+    folder = tmp_path / "model"
+    model = save_causal(folder)
+    save_modules(folder, model.config.hidden_size, "lasttoken")
+    paths = [make_adapter(model, tmp_path / f"a{seed}", seed, r=4 * seed) for seed in (1, 2)]
+    engine = CudaPoolingEngine(prepare(folder), cuda, paths=paths)
+    requested = prompts((1, 0, 2, 1, 2))
+    engine.harness.runner = Adapting(engine.harness.runner, requested)  # type: ignore[assignment]
+    requests = [engine.add(prompt) for prompt, _ in requested]
+    engine.harness.run()
+    models = [model, *(merged(model, path) for path in paths)]
+    for request, (prompt, number) in zip(requests, requested, strict=True):
+        wanted, plain = (
+            pooled(hidden_states(one, prompt), "lasttoken") for one in (models[number], model)
+        )
+        assert alike(engine.result(request), wanted)
+        assert number == 0 or not alike(plain, wanted), "it is not visible"
 
 
 def test_scores_of_pairs(cuda: FakeCuda, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.worker.ahead_of_time import Kernel, compiled
+from worker.cuda.layers.adapter_slots import INPUTS, OUTPUTS, RANKS, ROWS, SPLIT_INPUTS
 from worker.cuda.sampling.device_filters import BINS, UNIT, WIDEST
 from worker.cuda.sampling.device_kernels import SEEN
 
@@ -72,6 +73,30 @@ COMBINED = Kernel(
     {"output": "*fp32", "weights": "*fp32", "sorted_index": "*i32", "total": "*fp32"}
     | {"hidden": "i32", "top_k": "i32"},
     {"block_size": 1024},
+)
+
+
+_SORTED_ROWS = dict.fromkeys(("rows", "slots", "firsts", "ends"), "*i32")
+REDUCED_ROWS = Kernel(
+    "adapters.reduce_block",
+    {"x": "*bf16"}
+    | _SORTED_ROWS
+    | {"table": "*i64", "numbers": "*bf16", "reduced": "*fp32"}
+    | dict.fromkeys(("x_stride", "table_stride", "number_stride", "entry"), "i32")
+    | dict.fromkeys(("num_rows", "width", "inputs"), "i32"),
+    {"block_rows": ROWS, "block_ranks": RANKS, "block_inputs": INPUTS}
+    | {"split_inputs": SPLIT_INPUTS, "tiles": 4},
+)
+EXPANDED_ROWS = Kernel(
+    "adapters.expand_block",
+    {"reduced": "*fp32", "scales": "*fp32"}
+    | _SORTED_ROWS
+    | {"table": "*i64", "factors": "*fp32", "numbers": "*bf16", "tiles": "*i32"}
+    | {"product": "*bf16", "y": "*bf16"}
+    | dict.fromkeys(("product_stride", "y_stride", "table_stride", "factor_stride"), "i32")
+    | dict.fromkeys(("number_stride", "entry", "factor_field", "num_rows"), "i32")
+    | dict.fromkeys(("width", "weight_width", "splits", "outputs"), "i32"),
+    {"block_rows": ROWS, "block_outputs": OUTPUTS, "block_ranks": RANKS},
 )
 
 
@@ -140,6 +165,8 @@ def test_the_kernels_compile_for_a_gpu() -> None:
         coded(8, 64, is_float=True),
         coded(4, 16, is_grouped=True, has_zeros=True, biased=True),
         coded(8, 64, is_grouped=True, is_float=True),
+        REDUCED_ROWS,
+        EXPANDED_ROWS,
     ]
     roundings = [rounding(False), rounding(True)]
     made = compiled([*stores, *others, *products, *roundings, *filters()])

@@ -22,6 +22,7 @@ from proto.settings.config import (
     DeviceConfig,
     DType,
     KVCacheDType,
+    LoRAConfig,
     SchedulerConfig,
     ServeConfig,
     memory_size,
@@ -35,6 +36,7 @@ from worker.cuda.attention.kv_store import TritonStore
 from worker.cuda.flashinfer_library import HEAD_DIMS
 from worker.cuda.flashinfer_modules import load_modules
 from worker.cuda.formats import FixedRowsFormat, GpuFormat, multiplies_blocks
+from worker.cuda.layers.adapter_slots import SlotAdapters
 from worker.cuda.layers.dense_linear import StackedHeadLinears
 from worker.cuda.layers.flashinfer_kernels import (
     FlashInferExperts,
@@ -67,6 +69,7 @@ from worker.loader.files import read_index
 from worker.loader.formats import WeightFormat, activation_dtype
 from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
+from worker.models.transformers_model import TransformersSpec
 from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import Drafter
 from worker.step.runner_parts import DrafterParts, Runner, RunnerParts
@@ -81,6 +84,7 @@ logger = logging.getLogger("tokend.device")
 
 _FIRST_BFLOAT16_CAPABILITY: Final = (8, 0)
 """The first CUDA compute capability with matrix products of bfloat16."""
+_TABLES: Final = ("embed_tokens", "lm_head")
 _STEP_TOKENS: Final = ((64 * GIB, 8192), (30 * GIB, 4096), (0, 2048))
 """(least bytes of GPU memory, default token budget of a step). From 2048 rows on, a matrix product
 takes longer to compute than to read its weight; larger steps are fewer and longer."""
@@ -193,12 +197,12 @@ class CudaDevice(Device):
         """Accept every dtype; attention backends refuse the ones they cannot read."""
 
     def refuse(self, setup: ModelSetup) -> None:
-        """Raise ConfigError for adapters, images, recurrent states, latents without kernels."""
-        spec = setup.spec
-        if setup.config.lora.enable_lora:
+        """Raise ConfigError for images, states, latents without kernels, and some adapters."""
+        spec, lora = setup.spec, setup.config.lora
+        if lora.enable_lora and isinstance(spec, TransformersSpec):
             raise ConfigError(
-                "--enable-lora: products on a GPU have no kernels for adapters so far: "
-                "--device cpu is needed",
+                f"--enable-lora: {setup.prepared.architecture} runs on transformers' code, which "
+                "has adapters on a CPU only so far: --device cpu is needed",
                 "enable_lora",
             )
         if setup.prepared.vision is not None:
@@ -206,6 +210,13 @@ class CudaDevice(Device):
                 f"{setup.prepared.vision.architecture} reads images, which runs on a CPU only so "
                 "far: --device cpu is needed, or --limit-mm-per-prompt '{\"image\": 0}'",
                 "device",
+            )
+        tables = [each for each in lora.lora_target_modules if each in _TABLES]
+        if lora.enable_lora and tables:
+            raise ConfigError(
+                f"--lora-target-modules {tables[0]}: on a GPU adapters change neither embedding "
+                "nor head: --device cpu is needed",
+                "lora_target_modules",
             )
         if spec.state_layers:
             raise ConfigError(
@@ -271,12 +282,26 @@ class CudaDevice(Device):
             )
         return Counter()
 
+    def adapter_memory(self, config: LoRAConfig, adapter_bytes: int) -> Counter[str]:
+        """Return the memory of a step's adapters; the host has all of them."""
+        held, free = config.num_resident * adapter_bytes, available_memory()
+        if held > free:
+            raise ConfigError(
+                f"--max-cpu-loras {config.num_resident}: adapters of {held} bytes "
+                f"({memory_size(held)}) are more than the {free} bytes ({memory_size(free)}) of "
+                "the host's memory that are free; give a smaller one, or a smaller --max-lora-rank",
+                "max_cpu_loras",
+            )
+        return Counter({f"{config.max_loras} adapters": config.max_loras * adapter_bytes})
+
     def smaller_settings(self) -> list[tuple[str, str, tuple[str | int | float, ...]]]:
         return [
             ("cache", "gpu_memory_utilization", (0.95, 0.98)),
             ("cache", "kv_cache_dtype", ("fp8",)),
             ("scheduler", "max_num_batched_tokens", (4096, 2048, 1024, 512)),
             ("scheduler", "max_num_seqs", (128, 64, 32, 16)),
+            ("lora", "max_lora_rank", (32, 16, 8)),
+            ("lora", "max_loras", (4, 2, 1)),
         ]
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -392,6 +417,9 @@ class CudaDevice(Device):
         library, own = usable_flashinfer(), triton_gate(name, is_gated)
         has_kernel = library is not None and is_gated and name in ("silu", "gelu_tanh")
         return flashinfer_gate(library, name, own) if has_kernel else own
+
+    def step_adapters(self) -> SlotAdapters:
+        return SlotAdapters(lambda: Accelerator(self.torch_device))
 
     def head_linears(self, linears: Sequence[Linear]) -> HeadLinears:
         dense = [each for each in linears if isinstance(each, DenseLinear)]

@@ -10,6 +10,9 @@ A draft is more rows of its sequence, so steps that verify drafts use the same g
 replay the step's values are copied to fixed addresses: token ids and positions here, slots
 and plans by the attention backend. Steps with prefills, and steps with more sequences than the
 largest graph, run kernel by kernel.
+
+A model that is served with adapters has two graphs of each size: that of steps without adapters has
+no kernel of adapters. Steps in which adapters multiply outputs (DoRA) run kernel by kernel.
 """
 
 import logging
@@ -24,6 +27,7 @@ from worker.attention.backend import AttentionBackend, AttentionInputs
 from worker.batch.input_batch import BlockTable, dummy_inputs
 from worker.cuda.accelerator import Accelerator
 from worker.cuda.attention.paged_batch import pad_decodes
+from worker.cuda.layers.adapter_slots import SlotAdapters
 from worker.models.decoder import Decoder
 
 logger = logging.getLogger("tokend.graphs")
@@ -41,7 +45,7 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, one for each of `sizes`.
+    """CUDA graphs of decode steps, one for each of `sizes`, or two with adapters.
 
     attention: has a plan for each size at a fixed address.
     """
@@ -60,7 +64,11 @@ class DecodeGraphs:
         largest = self._sizes[-1]
         self._token_ids = accelerator.zeros(largest, torch.int64)
         self._positions = accelerator.zeros(largest, torch.int64)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._adapters: SlotAdapters | None = None
+        if isinstance(model.adapters, SlotAdapters):
+            self._adapters = model.adapters
+            self._adapters.reserve_graphs(largest)
 
     @torch.inference_mode()
     def capture(
@@ -75,11 +83,10 @@ class DecodeGraphs:
         started, before = time.monotonic(), self._accelerator.memory_taken()
         for done, size in enumerate(reversed(self._sizes)):
             inputs = dummy_inputs(size, size, table).attention[:1] * num_groups
-            self._attention.plan(inputs)
-            # Run once without recording: a graph must not contain what kernels set up at first.
-            self._forward(size)
-            self._attention.plan(inputs)
-            self._graphs[size] = self._accelerator.capture(lambda: self._forward(size))  # noqa: B023
+            self._capture_size(size, inputs)
+            if self._adapters is not None:
+                with self._adapters.in_graph(size):
+                    self._capture_size(size, inputs, has_adapters=True)
             on_progress((done + 1) / len(self._sizes))
         logger.info(
             "captured %d graphs of up to %d sequences in %.1f s, %s",
@@ -89,8 +96,19 @@ class DecodeGraphs:
             memory_size(self._accelerator.memory_taken() - before),
         )
 
+    def _capture_size(
+        self, size: int, inputs: Sequence[AttentionInputs], *, has_adapters: bool = False
+    ) -> None:
+        self._attention.plan(inputs)
+        # Run once without recording: a graph must not contain what kernels set up at first.
+        self._forward(size)
+        self._attention.plan(inputs)
+        self._graphs[size, has_adapters] = self._accelerator.capture(lambda: self._forward(size))
+
     def fits(self, inputs: Sequence[AttentionInputs]) -> bool:
         """Return whether a step, one entry per KV cache group, is of decodes that a graph has."""
+        if self._adapters is not None and self._adapters.multiplies_outputs:
+            return False
         return inputs[0].is_decode and inputs[0].num_tokens <= self._sizes[-1]
 
     def replay(
@@ -101,6 +119,8 @@ class DecodeGraphs:
     ) -> torch.Tensor:
         """Return the hidden states [T, H] of a step that fits, valid until the next step.
 
+        The running step's adapters are added.
+
         token_ids, positions: int64 [T], on the device.
         """
         count = inputs[0].num_tokens
@@ -108,7 +128,10 @@ class DecodeGraphs:
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
         self._attention.plan([pad_decodes(group, size) for group in inputs])
-        graph, hidden = self._graphs[size]
+        has_adapters = self._adapters is not None and bool(self._adapters.groups)
+        if self._adapters is not None and has_adapters:
+            self._adapters.fill_graph(size)
+        graph, hidden = self._graphs[size, has_adapters]
         graph.replay()
         return hidden[:count]
 

@@ -5,6 +5,7 @@ Each function reads from top to bottom: attention, CUDA graphs of decodes, runne
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from worker.cuda.attention.flashinfer_group import Library, Options
 from worker.cuda.attention.flashinfer_latent import create_flashinfer
 from worker.cuda.attention.kv_store import TritonStore
 from worker.cuda.graphs import DecodeGraphs, graph_sizes
+from worker.cuda.layers.adapter_slots import SlotAdapters
 from worker.cuda.sampling.device_kernels import RowEditArrays, TritonEdits, largest_edits
 from worker.cuda.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
 from worker.cuda.sampling.draft_draw import DeviceDraftDraw
@@ -129,15 +131,19 @@ def run_largest_step(gpu: Gpu, parts: RunnerParts, num_tokens: int, num_seqs: in
     """Compute the step that takes the most memory, in block 0 of a cache.
 
     Each sequence has counts, penalties, a mask, and a top-p over the whole vocabulary; the rows of
-    the batch are as long as sequences can be. Of a model that pools all tokens are pooled.
+    the batch are as long as sequences can be, and each token has an adapter if there are adapters.
+    Of a model that pools all tokens are pooled.
     """
     if parts.pooling_head is not None:
-        _pooling_runner(gpu, parts, parts.pooling_head).run_largest(num_tokens, num_seqs)
+        pooling = _pooling_runner(gpu, parts, parts.pooling_head)
+        with _adapting_all(parts, num_tokens):
+            pooling.run_largest(num_tokens, num_seqs)
         return
     vocab_size = parts.model.spec.vocab_size
     counts = gpu.accelerator.zeros(num_seqs * vocab_size, torch.int32)
     runner = _create_runner(gpu, parts, _create_attention(gpu, parts, parts.batch, ()), None)
-    wide = _float32_copy(runner.run_dummy_step(num_tokens, num_seqs))
+    with _adapting_all(parts, num_tokens):
+        wide = _float32_copy(runner.run_dummy_step(num_tokens, num_seqs))
     rows, slots, masks, rules, words = QueuedTransfers(gpu.accelerator).to_device(
         largest_edits(num_seqs, vocab_size)
     )
@@ -180,6 +186,14 @@ def run_largest_pass(gpu: Gpu, parts: DrafterParts, num_tokens: int, num_seqs: i
     )
 
 
+def _adapting_all(parts: RunnerParts, num_tokens: int) -> AbstractContextManager[None]:
+    """Let each token of a step have an adapter, if the model has adapters."""
+    adapters = parts.model.adapters
+    if isinstance(adapters, SlotAdapters):
+        return adapters.in_largest_step(num_tokens)
+    return nullcontext()
+
+
 def _device_draw(gpu: Gpu) -> DeviceDraw:
     return DeviceDraw(QueuedTransfers(gpu.accelerator), gpu.kernels.draw)
 
@@ -203,6 +217,7 @@ def _create_runner(
         experts=parts.experts,
         drafter=parts.drafter,
         fault_injector=parts.fault_injector,
+        adapters=parts.adapters,
     )
 
 
@@ -215,6 +230,7 @@ def _pooling_runner(gpu: Gpu, parts: RunnerParts, head: PoolingHead) -> PoolingR
         batch=parts.batch,
         kv_cache=parts.kv_cache,
         transfers=QueuedTransfers(gpu.accelerator),
+        adapters=parts.adapters,
     )
 
 

@@ -13,7 +13,7 @@ DoRA (Liu et al.) also multiplies each output: y = W x + gain W x + shift + B (A
 the factor minus 1.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -164,12 +164,34 @@ class AdapterRows:
         return AdapterRows(self.adapter, places[is_there], self.scales[is_there])
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedWeight:
+    """A weight of a product that adapters may change.
+
+    outputs: its rows among those of the product. num_inputs: its columns.
+    """
+
+    outputs: range
+    num_inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedProduct:
+    """A product that adapters may change. num_outputs: of all its weights, changed or not."""
+
+    num_outputs: int
+    weights: Sequence[AdaptedWeight]
+
+
 class StepAdapters:
     """The adapters of the rows that are being computed; all products of a model ask it.
 
     groups: the rows of each adapter; empty between steps, and in a step without adapters.
     num_products: of the model. A device with a kernel overrides `add`.
     """
+
+    changes_layers_only = False
+    """Whether adapters can change neither embedding and head, nor experts, nor single heads."""
 
     def __init__(self) -> None:
         self.groups: tuple[AdapterRows, ...] = ()
@@ -212,6 +234,23 @@ class StepAdapters:
 
     def forget(self) -> None:
         """Keep nothing of a step that has ended: an adapter is freed."""
+
+    def reserve(
+        self,
+        products: Sequence[AdaptedProduct],
+        max_adapters: int,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Take the memory that steps with adapters need on a device with memory of its own.
+
+        products: of the model, by their numbers. max_adapters: in a step.
+        """
+
+    def packed(self, adapter: Adapter) -> Generator[str | None, None, Adapter]:
+        """Return a loaded adapter as steps read it; yields as `AdapterLoader.load` does."""
+        yield from ()
+        return adapter
 
     def update_bytes(
         self, rank: int, changed: Sequence[tuple[int, int]], num_outputs: int, dtype: torch.dtype
@@ -257,6 +296,20 @@ class StepAdapters:
         if update.shift is not None:
             after += update.shift * scales
         y[rows] = after.to(y.dtype)
+
+    def add_to(
+        self, linear: "AdaptedLinear", residual: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        """Return residual plus a product of x and what the adapters add to it."""
+        # Where an adapter multiplies outputs, they are computed by themselves.
+        scaled = self.scaled_rows(linear.product)
+        before = residual.index_select(0, scaled)
+        residual = linear.base.add_to(residual, x)
+        self.add(linear.product, x, residual)
+        if len(scaled):
+            with self.selecting(scaled):
+                residual[scaled] = before + linear(x.index_select(0, scaled))
+        return residual
 
     def embed(self, token_ids: torch.Tensor, hidden: torch.Tensor, embedding: Embedding) -> None:
         """Replace embedded tokens [T, hidden] where adapters change the rows of int64 [T]."""
@@ -312,18 +365,9 @@ class AdaptedLinear(Linear):
             self.adapters.add(self.product, x, out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        adapters = self.adapters
-        if not adapters.groups:
+        if not self.adapters.groups:
             return self.base.add_to(residual, x)
-        # Where an adapter multiplies outputs, they are computed by themselves.
-        scaled = adapters.scaled_rows(self.product)
-        before = residual.index_select(0, scaled)
-        residual = self.base.add_to(residual, x)
-        adapters.add(self.product, x, residual)
-        if len(scaled):
-            with adapters.selecting(scaled):
-                residual[scaled] = before + self(x.index_select(0, scaled))
-        return residual
+        return self.adapters.add_to(self, residual, x)
 
 
 def plain(linear: Linear) -> Linear:
@@ -357,6 +401,10 @@ class AdapterTargets:
     def adapted(self, linear: Linear, weights: tuple[str, ...]) -> AdaptedLinear:
         """Return the layer of a product with the adapters of each step."""
         return AdaptedLinear(linear, self.step, self._numbers[weights])
+
+    def has_product(self, weights: tuple[str, ...]) -> bool:
+        """Return whether adapters may change the product of these weights."""
+        return weights in self._numbers
 
     def number(self, weights: tuple[str, ...]) -> int:
         return self._numbers[weights]

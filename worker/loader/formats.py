@@ -51,6 +51,11 @@ class Product:
     is_one_head: bool = False
     is_expert: bool = False
 
+    @property
+    def is_in_part(self) -> bool:
+        """Whether it multiplies a part of the rows, or of the columns, of a step."""
+        return self.is_one_head or self.is_expert
+
 
 @dataclass(frozen=True)
 class ExpertProducts:

@@ -78,7 +78,8 @@ class StoredWeight:
 class WeightSource:
     """Reads weights into tensors of one dtype and device; safe to use from several threads.
 
-    spec: the whole model. shards: the part of each divided weight that is read.
+    spec: the whole model. shards: the part of each divided weight that is read. torch_device: where
+    tensors are; None for that of `device`.
 
     Raises ModelError at once for a tensor that is missing, unknown or of a shape
     other than the spec's, naming it as the file does.
@@ -91,11 +92,12 @@ class WeightSource:
         dtype: torch.dtype,
         device: LayerDevice,
         shards: Mapping[str, Shard] = _WHOLE,
+        torch_device: torch.device | None = None,
     ) -> None:
         self._spec = spec
         self.dtype = dtype
         self.device = device
-        self.torch_device = device.torch_device
+        self.torch_device = torch_device or device.torch_device
         self._files = TensorFiles(index)
         self._weights = spec.weights()
         self._shards = {name: shards.get(name, Shard()) for name in self._weights}

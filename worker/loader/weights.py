@@ -157,7 +157,11 @@ class DecoderBuilder:
         self.adapters = adapters
         if adapters is not None:
             for layer in range(self.spec.num_layers):
-                adapters.add_products(product.weights for product in self.products(layer))
+                adapters.add_products(
+                    product.weights
+                    for product in self.products(layer)
+                    if not (product.is_in_part and adapters.step.changes_layers_only)
+                )
 
     def read_layer(self, layer: int) -> Callable[[], DecoderLayer]:
         """Read one layer: the norms before its parts, and the parts."""
@@ -350,12 +354,14 @@ class LayerReader(PartReader):
     def _read(self, product: Product) -> Callable[[], Linear]:
         build = self._builder.weight_format.read_product(self._builder.source, product)
         adapters = self._builder.adapters
-        return build if adapters is None else lambda: adapters.adapted(build(), product.weights)
+        if adapters is None or not adapters.has_product(product.weights):
+            return build
+        return lambda: adapters.adapted(build(), product.weights)
 
     def _read_experts(self, experts: ExpertProducts) -> Callable[[], Experts]:
         build = self._builder.weight_format.read_experts(self._builder.source, experts)
         adapters = self._builder.adapters
-        if adapters is None:
+        if adapters is None or adapters.step.changes_layers_only:
             return build
         numbers = [
             (adapters.number(gate_up.weights), adapters.number(down.weights))

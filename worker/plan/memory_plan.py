@@ -33,6 +33,7 @@ from worker.attention.kv_cache import KVLayout, kv_cache_geometry, kv_layout, sc
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.batch.input_batch import InputBatch
 from worker.device import Device, ModelSetup
+from worker.loader.adapters.build import is_adapted
 from worker.loader.formats import WeightFormat
 from worker.loader.vision import vision_bytes
 from worker.loader.weights import create_builder
@@ -392,13 +393,14 @@ def _sharded_memory(
         work += _step_memory(setup, builder.spec)
         if has_adapters:
             named = setup.spec.weights()
+            layers_only = setup.device.step_adapters().changes_layers_only
             work += _adapters_memory(
                 setup,
                 (
                     [(named[name], builder.source.joined_shape(name)) for name in product.weights]
                     for layer in range(builder.spec.num_layers)
                     for product in builder.products(layer)
-                    if not product.is_expert
+                    if not (product.is_expert or (layers_only and product.is_in_part))
                 ),
             )
     return _ModelMemory(
@@ -413,7 +415,7 @@ def _sharded_memory(
 def _adapters_memory(
     setup: ModelSetup, products: Iterable[Sequence[tuple[WeightSpec, tuple[int, ...]]]]
 ) -> Counter[str]:
-    """Return the memory of a worker's adapters, all of the largest rank.
+    """Return the memory of a worker's adapters, all with the largest rank.
 
     They have an embedding and a head of their own if --lora-target-modules names these.
 
@@ -423,18 +425,13 @@ def _adapters_memory(
     lora, step, size = setup.config.lora, setup.device.step_adapters(), 0
     modules = lora.lora_target_modules
     for product in products:
-        changed = [
-            (shape[0], shape[1])
-            for weight, shape in product
-            if not modules
-            or weight.hugging_face.removesuffix(".weight").rpartition(".")[2] in modules
-        ]
+        changed = [(shape[0], shape[1]) for weight, shape in product if is_adapted(weight, modules)]
         if changed:
             num_outputs = sum(shape[0] for _, shape in product)
             size += step.update_bytes(lora.max_lora_rank, changed, num_outputs, setup.dtype)
     num_tables = len(_OWN_TABLES.intersection(modules))
     size += num_tables * setup.spec.vocab_size * setup.spec.hidden_size * setup.dtype.itemsize
-    return Counter({f"{lora.num_resident} adapters": lora.num_resident * size})
+    return setup.device.adapter_memory(lora, size)
 
 
 def _step_memory(setup: ModelSetup, shard: ModelSpec) -> Counter[str]:
@@ -466,10 +463,13 @@ def step_tokens(
     """Return the token budget of a step: the setting, or what suits the device and the model.
 
     Bidirectional attention needs all tokens of a text in one step: raises ConfigError for a smaller
-    setting.
+    setting. Where it is that of an image only, a step has room for one beside other requests.
     """
     if not spec.is_bidirectional:
-        return device.step_tokens(config.scheduler)
+        vision, budget = prepared.vision, device.step_tokens(config.scheduler)
+        if vision is None or not vision.is_bidirectional or config.scheduler.max_num_batched_tokens:
+            return budget
+        return max(budget, 2 * vision.max_embeds)
     longest = min(config.model.max_model_len or prepared.max_position, prepared.max_position)
     for field in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
         budget = getattr(config.scheduler, field)

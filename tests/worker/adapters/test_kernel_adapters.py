@@ -22,13 +22,14 @@ from tests.worker.kernel_variants import (
     with_each,
 )
 from tests.worker.models.test_kernel_stack import STEPS, StackRunner, int8
+from tests.worker.reference.low_rank import expected, random_update
 from worker.cpu import kernel_choice
 from worker.cpu.adapters import KernelAdapters
 from worker.cpu.build_kernels import KernelVariant
 from worker.cpu.formats import Bf16Format
 from worker.cpu.kernels import Kernels
 from worker.cpu.stack import KernelStack
-from worker.layers.adapters import Adapter, AdapterRows, LowRankPart, LowRankUpdate
+from worker.layers.adapters import Adapter, AdapterRows
 from worker.models.layer_stack import LayerStack
 
 best_variant = with_each(LOADABLE[:1])
@@ -59,45 +60,6 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 # ---- One product ----
-
-
-def random_update(
-    in_features: int,
-    shape: tuple[tuple[int, int], ...],
-    dtype: torch.dtype,
-    seed: int,
-    *,
-    scales_outputs: bool = False,
-) -> LowRankUpdate:
-    """Return an update of parts (rank, outputs), one below the other."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def numbers(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator)
-
-    parts, rank, first = [], 0, 0
-    for ranks, outputs in shape:
-        up = (0.3 * numbers(ranks, outputs)).to(dtype)
-        parts.append(LowRankPart(range(first, first + outputs), range(rank, rank + ranks), up))
-        rank, first = rank + ranks, first + outputs
-    down = (numbers(rank, in_features) / in_features**0.5).to(dtype)
-    gain, shift = (0.5 * numbers(first), numbers(first)) if scales_outputs else (None, None)
-    return LowRankUpdate(down, tuple(parts), gain, shift)
-
-
-def expected(
-    update: LowRankUpdate, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    """Return the outputs with an update of all rows, in float64."""
-    reduced = x.double() @ update.down.double().t() * scales[:, None].double()
-    after = y.double().clone()
-    if update.gain is not None and update.shift is not None:
-        after += (y.double() * update.gain + update.shift) * scales[:, None].double()
-    for part in update.parts:
-        columns, ranks = part.outputs, part.ranks
-        delta = reduced[:, ranks.start : ranks.stop] @ part.up.double()
-        after[:, columns.start : columns.stop] += delta
-    return after
 
 
 SHAPES = (

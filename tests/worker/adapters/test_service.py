@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from proto import PROTOCOL_VERSION
-from proto.errors import ConfigError, ProtocolError
+from proto.errors import ProtocolError
 from proto.messages.lifecycle import (
     CacheReady,
     InitializeCache,
@@ -28,10 +28,10 @@ from proto.messages.prepared_model import PreparedModel
 from proto.messages.sampling_params import SamplingParams
 from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from proto.runtime.sockets import Link, Poller
-from proto.settings.config import CacheConfig, DeviceConfig, LoRAConfig, ModelConfig, ServeConfig
+from proto.settings.config import CacheConfig, LoRAConfig, ModelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.adapters import SEVEN, Served, make_adapter, merged
-from tests.fakes.devices import CPU, GPU
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.layers.adapters import Adapter, StepAdapters
@@ -335,11 +335,3 @@ def test_an_adapter_takes_the_memory_that_the_plan_says(
         outputs = sum(served.loader._weights[name].shape[0] for name in names)
         lacking += 4 * outputs * [update.gain, update.shift].count(None)
     assert planned == 7 * (loaded.num_bytes + lacking)
-
-
-def test_what_does_not_support_adapters_refuses_them() -> None:
-    lora = LoRAConfig(enable_lora=True)
-    on_gpu = ServeConfig(device=DeviceConfig(device="cuda"), lora=lora)
-    with pytest.raises(ConfigError, match=r"--enable-lora: .* GPU") as raised:
-        GPU.refuse(Mock(config=on_gpu))
-    assert raised.value.param == "enable_lora"

@@ -6,7 +6,7 @@ Products join the deltas of their weights; a rank keeps the rows and columns tha
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,6 +15,8 @@ import torch
 from proto.errors import ModelError, shown
 from proto.messages.prepared_model import PreparedModel
 from worker.layers.adapters import (
+    AdaptedProduct,
+    AdaptedWeight,
     Adapter,
     AdapterTargets,
     EmbeddingUpdate,
@@ -45,12 +47,14 @@ from worker.loader.files import read_index
 from worker.loader.formats import EMBEDDING, HEAD
 from worker.loader.source import WeightSource
 from worker.models.layer_device import LayerDevice
-from worker.models.parts import Shard
+from worker.models.parts import Shard, WeightSpec
 from worker.models.spec import ModelSpec
 
 _NUMBERS_AT_ONCE: Final = 1 << 18
 """Of a table or weight that are converted or compared in one piece of work, well below 2 ms."""
 _NESTED: Final = ".experts.base_layer"
+_IN_PART: Final = re.compile(r"\.(experts|[kv]_b\.\d+)\.")
+"""In names of weights of an expert, or of one head of latent attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,33 @@ class AdapterLimits:
 
     max_rank: int
     modules: tuple[str, ...] = ()
+
+
+def is_adapted(weight: WeightSpec, modules: Sequence[str]) -> bool:
+    """Return whether adapters may change a weight. modules: --lora-target-modules, or empty."""
+    stacks = (weight.hugging_face_stack, weight.gguf_stack, weight.older_gguf_stack)
+    names = [weight.hugging_face, weight.gguf, *(each.tensor for each in stacks if each)]
+    lasts = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
+    return not modules or not lasts.isdisjoint(modules)
+
+
+def adapted_weights(
+    targets: AdapterTargets,
+    weights: Mapping[str, WeightSpec],
+    shards: Mapping[str, Shard],
+    modules: Sequence[str],
+) -> list[AdaptedProduct]:
+    """Return the weights of each product that adapters may change, as this rank has them."""
+    products = []
+    for names in targets.weights:
+        found, first = [], 0
+        for name in names:
+            rows, columns = shards.get(name, Shard()).shape_of(weights[name].shape)
+            if is_adapted(weights[name], modules):
+                found.append(AdaptedWeight(range(first, first + rows), columns))
+            first += rows
+        products.append(AdaptedProduct(first, found))
+    return products
 
 
 @dataclass
@@ -138,7 +169,7 @@ class AdapterLoader:
                 parts.effect = max(parts.effect, float(update.gain.abs().max()))
         embedding = yield from self._embedding_update(parts)
         head = yield from self._head_update(parts)
-        return Adapter(
+        adapter = Adapter(
             products=products,
             embedding=embedding,
             head=head,
@@ -146,6 +177,7 @@ class AdapterLoader:
             rank=parts.rank,
             effect=parts.effect,
         )
+        return (yield from self._targets.step.packed(adapter))
 
     def _sort(self, parts: _Parts) -> Slices[None]:
         """Find the weight of each tensor."""
@@ -163,6 +195,12 @@ class AdapterLoader:
                 tensors = ModuleTensors(module, tensors.parts, tensors.names)
             found = places.find(module)
             self._check_allowed(tensors)
+            is_in_part = any(_IN_PART.search(place.weight.name) for place in found)
+            if is_in_part and self._targets.step.changes_layers_only:
+                raise ModelError(
+                    f"tensor {tensors.name()}: on a GPU adapters change neither experts nor "
+                    "kv_b_proj; --device cpu is needed"
+                )
             if self._add_end(parts, tensors, found):
                 continue
             self._check_place(tensors, found, config)
@@ -196,6 +234,11 @@ class AdapterLoader:
             raise ModelError(
                 f"tensor {tensors.name()}: embedding and head of a model on transformers' code "
                 "have no adapters"
+            )
+        if (is_embedding or is_head) and self._targets.step.changes_layers_only:
+            raise ModelError(
+                f"tensor {tensors.name()}: on a GPU adapters change neither embedding nor head; "
+                "--device cpu is needed"
             )
         if is_embedding and self._spec.inputs is not None:
             raise ModelError(f"tensor {tensors.name()}: an encoder's embedding has no adapters")
@@ -336,12 +379,18 @@ class AdapterLoader:
         return factors
 
     def _base(self) -> WeightSource:
-        """Return the weights of the whole model in its files."""
+        """Return the weights of the whole model in its files, read into the host's memory."""
         if EMBEDDING not in self._weights:
             raise ModelError("use_dora: the weights of a model on transformers' code are not known")
         if self._source is None:
             index = read_index(self._prepared)
-            self._source = WeightSource(index, self._spec, torch.float32, self._device)
+            self._source = WeightSource(
+                index,
+                self._spec,
+                torch.float32,
+                self._device,
+                torch_device=torch.get_default_device(),
+            )
         return self._source
 
     # ---- Embedding and head ----
