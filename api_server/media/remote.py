@@ -33,6 +33,9 @@ _PORTS: Final = {"http": 80, "https": 443}
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _SAFE: Final = "!$%&'()*+,-./:;=?@[]_~"
 """Characters that stay as they are in the target of a request."""
+MAX_NAME: Final = 253
+MAX_LABEL: Final = 63
+"""Characters of a host's name, and of each part between dots, by RFC 1035."""
 _EMBEDDING: Final = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("2002::/16"))
 """Networks of IPv6 whose addresses have one of IPv4 in them: NAT64, in the last 32 bits, and 6to4,
 which no host needs."""
@@ -68,7 +71,10 @@ def is_public(address: str) -> bool:
 async def resolve(host: str, port: int) -> Sequence[str]:
     """Return the addresses of a host by the system's resolver; raises OSError."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:  # of a name that cannot be encoded
+        raise OSError("invalid name of a host") from None
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
@@ -119,8 +125,11 @@ def _parse(url: str) -> _Target | None:
             host = host.encode("idna").decode()
     except (ValueError, KeyError):
         return None
-    host = host.rstrip(".")
-    if not host or "@" in parts.netloc or "%" in host:
+    host = host.removesuffix(".")
+    labels = host.split(".")
+    if len(host) > MAX_NAME or not all(1 <= len(label) <= MAX_LABEL for label in labels):
+        return None
+    if "@" in parts.netloc or "%" in host:
         return None
     path = quote(parts.path or "/", safe=_SAFE)
     return _Target(

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpcore
 import pytest
 
-from api_server.media.remote import AllowedHosts, RemoteImages, is_public
+from api_server.media.remote import AllowedHosts, RemoteImages, is_public, resolve
 from proto.errors import InvalidRequestError
 from tests.fakes.certificates import Authority, needs_openssl
 
@@ -180,10 +180,15 @@ async def test_a_port_that_the_entry_names_is_in_the_host_header(server) -> None
         "http://[images.example/",
         "http://ｉmages.example\u3002other.example/",
         "http://" + "a" * 9000,
+        "http://a..images.example/",
+        "http://.images.example/",
+        "http://images.example../",
+        f"http://{'a' * 64}.images.example/",
+        f"http://{'a.' * 120}images.example/",
     ],
 )
 async def test_urls_of_other_hosts_are_refused_before_a_look_up(server, url: str) -> None:
-    case = Case(server)
+    case = Case(server, domains=["images.example", "*.images.example"])
     await case.error(url)
     assert (case.names.num_lookups, case.network.addresses) == (0, [])
 
@@ -279,6 +284,12 @@ async def test_failures_of_the_other_server_are_errors_of_the_request(
 async def test_an_unknown_name_is_an_error_of_the_request(server) -> None:
     case = Case(server, domains=["unknown.example"])
     assert "could not be fetched" in await case.error("https://unknown.example/")
+
+
+@pytest.mark.parametrize("host", ["a..example", f"{'a' * 64}.example"])
+async def test_names_that_cannot_be_encoded_have_no_address(host: str) -> None:
+    with pytest.raises(OSError, match="invalid name"):
+        await resolve(host, 80)
 
 
 async def test_time_has_a_limit_over_all_redirects(server) -> None:
