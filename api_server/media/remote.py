@@ -36,6 +36,14 @@ _SAFE: Final = "!$%&'()*+,-./:;=?@[]_~"
 MAX_NAME: Final = 253
 MAX_LABEL: Final = 63
 """Characters of a host's name, and of each part between dots, by RFC 1035."""
+_NEVER_PUBLIC: Final = tuple(
+    map(
+        ipaddress.ip_network,
+        ("100.64.0.0/10", "168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24"),
+    )
+)
+"""Networks that `is_global` does not exclude in every version of Python: shared addresses, the
+server for virtual machines of Azure, protocol assignments, and relays of 6to4."""
 _EMBEDDING: Final = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("2002::/16"))
 """Networks of IPv6 whose addresses have one of IPv4 in them: NAT64, in the last 32 bits, and 6to4,
 which no host needs."""
@@ -65,6 +73,8 @@ def is_public(address: str) -> bool:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
         if ip in _EMBEDDING[1] or ip.teredo is not None or ip.is_site_local or ip.scope_id:
             return False
+    elif any(ip in network for network in _NEVER_PUBLIC):
+        return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
