@@ -10,6 +10,7 @@ in the next turn of a conversation, is neither decoded nor written.
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import stat
 from collections import OrderedDict
@@ -18,6 +19,8 @@ from typing import Final, NamedTuple
 
 from proto.errors import ModelError
 from proto.messages.multimodal import SharedPixels
+
+logger = logging.getLogger("tokend.api")
 
 MAX_UUIDS: Final = 16
 """Names by which clients can find one image; the oldest is forgotten first."""
@@ -68,7 +71,8 @@ class PixelStore:
     """The images of one model in a front end.
 
     folder: for pixels; made when it is needed. owner: first part of the names of files, the index
-    and the incarnation of the front end. max_bytes: of all images together.
+    and the incarnation of the front end. max_bytes: of all images together;
+    `make_folder` lowers it to half of the memory that the folder is in.
     """
 
     def __init__(self, folder: str, owner: str, max_bytes: int) -> None:
@@ -80,6 +84,11 @@ class PixelStore:
         self._num_bytes = 0
         self._is_closed = False
         self._released = asyncio.Event()  # since the last image found no space
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of all pixels."""
+        return self._max_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -95,10 +104,20 @@ class PixelStore:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.folder, 0o700)
             status = os.lstat(self.folder)
+            memory = os.statvfs(self.folder)
         except OSError as error:
             raise ModelError(f"no folder for pixels of images: {error}") from None
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise ModelError(f"{self.folder}, for pixels of images, belongs to another user")
+        total = memory.f_blocks * memory.f_frsize
+        if 0 < total < 2 * self._max_bytes:  # 0 for a file system without a limit
+            self._max_bytes = total // 2
+            logger.warning(
+                "pixels of images take at most %d bytes, half of the memory at %s "
+                "(--media-memory is more)",
+                self._max_bytes,
+                os.path.dirname(self.folder),
+            )
 
     def new_name(self) -> str:
         """Return the name of a file that does not exist."""
@@ -156,6 +175,10 @@ class PixelStore:
         image.num_leases -= 1
         self._evict_down_to(0 if self._is_closed else self._max_bytes)
         self._released.set()
+
+    def evict_unleased(self) -> None:
+        """Remove all images without leases."""
+        self._evict_down_to(0)
 
     def close(self) -> None:
         """Remove all images, leased ones when their requests end."""

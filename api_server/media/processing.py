@@ -24,6 +24,10 @@ _OWN_FAULTS: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGI
 """Signals by which a process ends that an image has misled."""
 
 
+class NoSpaceError(OverloadedError):
+    """There is no memory for the pixels of an image."""
+
+
 class MediaProcess:
     """The front end's side of the process for images.
 
@@ -56,8 +60,8 @@ class MediaProcess:
         """Return shape and grid of the pixels, which are in the file of this name.
 
         Only one call at a time. Raises InvalidRequestError for an image that cannot be used,
-        OverloadedError if the machine has no memory or no process, and InternalRequestError if the
-        model's settings are wrong.
+        NoSpaceError or another OverloadedError if the machine has no memory or no process, and
+        InternalRequestError if the model's settings are wrong.
         """
         await self._wait_until_started()
         done = await self._do_task(encoded, name, detail)
@@ -180,7 +184,7 @@ class MediaProcess:
 
 def _error(done: ImageDone) -> InvalidRequestError | OverloadedError:
     if done.kind == "host":
-        return OverloadedError(done.error)
+        return NoSpaceError(done.error)
     return InvalidRequestError(done.error)
 
 

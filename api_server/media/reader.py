@@ -16,7 +16,7 @@ from typing import Final
 
 from api_server.media.pixel_store import MediaLease, PixelStore, StoredImage, UuidKey
 from api_server.media.placeholders import TILED, Placeholders, read_placeholders
-from api_server.media.processing import MediaProcess
+from api_server.media.processing import MediaProcess, NoSpaceError
 from api_server.media.settings import processor_settings
 from api_server.media.sources import INLINE_CHARACTERS, ImageSources
 from api_server.turns import Turns
@@ -271,7 +271,11 @@ class MediaReader:
             raise OverloadedError("other images keep the image processor busy") from None
         name = self._store.new_name()
         try:
-            done = await self._process.process(encoded, name, detail)
+            try:
+                done = await self._process.process(encoded, name, detail)
+            except NoSpaceError:
+                self._store.evict_unleased()  # others may use the same memory
+                done = await self._process.process(encoded, name, detail)
             expansion = self._placeholders.expand(done.shape, done.grid)
             image = StoredImage(
                 mm_hash,
@@ -289,7 +293,7 @@ class MediaReader:
             self._turns.give_back()
 
     async def _store_image(self, image: StoredImage, own_bytes: int) -> None:
-        limit = self._config.media_memory
+        limit = self._store.max_bytes
         if own_bytes + image.num_bytes > limit:
             raise InvalidRequestError(
                 f"the pixels of the images up to this one take {own_bytes + image.num_bytes} "

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from api_server.media.pixel_store import MAX_UUIDS
-from api_server.media.processing import MediaProcess
+from api_server.media.processing import MediaProcess, NoSpaceError
 from api_server.media.reader import ImageSource, LoadedImage, MediaReader
 from api_server.turns import CLIENT, Client
 from proto.errors import InvalidRequestError, ModelError, OverloadedError
@@ -160,6 +160,47 @@ async def test_an_image_without_memory_is_refused_in_the_end(case: Case, monkeyp
     with pytest.raises(OverloadedError, match="take all memory"):
         await case.load(4)
     assert case.files == {image.pixels.name for image in held}
+
+
+async def test_unused_images_go_when_the_machine_has_no_memory(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it has memory for two images."""
+    process = MediaProcess.process
+
+    async def fill(self: MediaProcess, encoded: bytes, name: str, detail: str):
+        if len(case.files) >= 2:
+            raise NoSpaceError("there is no memory for the pixels of the image")
+        return await process(self, encoded, name, detail)
+
+    monkeypatch.setattr(MediaProcess, "process", fill)
+    held = [await case.load(1)]
+    await case.use([2])
+    held.append(await case.load(3))
+    assert case.files == {image.pixels.name for image in held}
+    with pytest.raises(OverloadedError, match="no memory for the pixels"):
+        await case.load(4)
+    held[0].lease.release()
+    await case.use([4])
+
+
+async def test_pixels_take_half_of_the_shared_memory_at_most(
+    model: PreparedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statvfs = os.statvfs
+
+    def small(path: str) -> os.statvfs_result:
+        fields = list(statvfs(path))
+        fields[1:3] = 1, 4 * SIZE  # f_frsize, f_blocks
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "statvfs", small)
+    async with open_reader(model, tmp_path / "run") as reader:
+        case = Case(reader, tmp_path / "run")
+        await case.use([1, 2, 3])
+        assert reader.num_bytes == 2 * SIZE
+        with pytest.raises(InvalidRequestError, match=f"the limit of {2 * SIZE} "):
+            await case.read(*(source(image_bytes(seed)) for seed in (1, 2, 3)))
 
 
 async def test_images_of_one_request_beyond_the_memory_are_its_own_fault(case: Case) -> None:
