@@ -26,6 +26,8 @@ from proto.runtime.host_resources import process_limits
 MODULE: Final = "api_server.media.media_process"
 HEADER_MEMORY: Final = 64 << 20
 """Bytes that reading a header may take, beside a few times those of the encoded image."""
+WEBP_MEMORY: Final = 12
+"""Further bytes for each pixel of a WebP image: its decoder has two canvases of 4 bytes."""
 MIN_MEMORY: Final = 512 << 20
 """Bytes that any image may take: the pixels of 17 tiles, several times, while they are computed."""
 PIXEL_MEMORY: Final = 32
@@ -102,13 +104,20 @@ class MediaServer:
                 raise
 
     def _process(self, task: ImageTask) -> ImageDone:
-        from api_server.media.image_processors import ImageError, decode, open_image
+        from api_server.media.image_processors import (
+            ImageError,
+            decode,
+            open_image,
+            webp_pixels,
+        )
 
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
             encoded = file.read(task.num_bytes)
         try:
-            with process_limits(task.seconds, HEADER_MEMORY + 4 * len(encoded)):
+            canvas = min(webp_pixels(encoded), self._max_pixels)
+            header = HEADER_MEMORY + 4 * len(encoded) + WEBP_MEMORY * canvas
+            with process_limits(task.seconds, header):
                 image = open_image(encoded, self._max_pixels)
             width, height = image.size
             with process_limits(task.seconds, MIN_MEMORY + PIXEL_MEMORY * width * height):

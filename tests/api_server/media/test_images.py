@@ -17,6 +17,7 @@ import psutil
 import pytest
 from PIL import Image, ImageOps
 
+from api_server.media.image_processors import webp_pixels
 from api_server.media.media_process import MAX_FRAME, MODULE, ImageTask
 from api_server.media.reader import LoadedImage, MediaReader
 from proto.codec import encode
@@ -118,6 +119,29 @@ def opened(encoded: bytes) -> Image.Image:
 async def test_each_format_is_read(same: Check, kind: str) -> None:
     encoded = encode_image(random_image(1, 40, 30), kind)
     await same(encoded, opened(encoded).convert("RGB"))
+
+
+@pytest.mark.parametrize("options", [{"lossless": True}, {"quality": 1, "method": 0}])
+async def test_a_large_webp_image_is_read(
+    tmp_path: Path, run_dir: Path, options: dict[str, object]
+) -> None:
+    model = vision_folder("llava siglip", tmp_path / "m")
+    encoded = encode_image(Image.new("RGB", (5000, 5000), "white"), "WEBP", **options)
+    async with open_reader(model, run_dir, media_timeout=60.0) as reader:
+        loaded = await read_one(reader, encoded)
+        pixels = read_pixels(loaded, run_dir)
+        assert pixels.min() == pixels.max()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lossless": True}, {"exif": b"Exif\0\0"}, {"save_all": True, "append_images": []}],
+)
+def test_the_size_of_a_webp_image_is_in_its_first_bytes(options: dict[str, object]) -> None:
+    encoded = encode_image(random_image(1, 41, 30), "WEBP", **options)
+    assert webp_pixels(encoded[:30]) == 41 * 30
+    assert webp_pixels(encoded[:29]) == 0
+    assert webp_pixels(encode_image(random_image(1, 41, 30))) == 0
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
