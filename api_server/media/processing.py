@@ -48,10 +48,13 @@ class MediaProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._opened = contextlib.ExitStack()
+        self._busy = asyncio.Lock()  # while an image is processed
         self._is_closed = False
 
     def warm_up(self) -> None:
-        """Start the process, if none runs, without waiting for it."""
+        """Start the process, if none runs, without waiting for it; not after `close`."""
+        if self._is_closed:
+            return
         if self._starting is None or (self._starting.done() and self._has_ended()):
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(_retrieve_error)
@@ -63,27 +66,35 @@ class MediaProcess:
         NoSpaceError or another OverloadedError if the machine has no memory or no process, and
         InternalRequestError if the model's settings are wrong.
         """
-        await self._wait_until_started()
-        done = await self._do_task(encoded, name, detail)
+        async with self._busy:
+            await self._wait_until_started()
+            done = await self._do_task(encoded, name, detail)
         if done.error:
             raise _error(done)
         return done
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process; the image that it processes and later ones get OverloadedError."""
         self._is_closed = True
         if self._starting is not None:
             self._starting.cancel()
-        await self._end()
+            await asyncio.wait({self._starting})
+        if self._process is not None:
+            self._process.kill()  # the wait for its answer ends, too
+        async with self._busy:
+            await self._end()
 
     def _has_ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
     async def _wait_until_started(self) -> None:
         self.warm_up()
-        assert self._starting is not None
+        if self._starting is not None:
+            await asyncio.wait({self._starting})
+        if self._is_closed or self._starting is None:
+            raise OverloadedError("images are no longer read for this model")
         try:
-            await asyncio.shield(self._starting)
+            self._starting.result()
         except (OSError, EOFError):  # TimeoutError is one of the former
             raise OverloadedError("there is no process for images") from None
 
@@ -133,6 +144,8 @@ class MediaProcess:
             ) from None
         except (OSError, EOFError):
             status = await self._replace()
+            if self._is_closed:
+                raise OverloadedError("images are no longer read for this model") from None
             if status in [-number for number in _OWN_FAULTS]:
                 raise InvalidRequestError("the image cannot be processed") from None
             if status == -signal.SIGPROF:
@@ -169,11 +182,18 @@ class MediaProcess:
         return status
 
     async def _end(self) -> int | None:
-        """End the process and return the exit status that it had, None if it still ran."""
+        """End the process and return the exit status that it had, None if it still ran.
+
+        No process is left if the caller is cancelled.
+        """
         process, self._process = self._process, None
         if process is None:
             return None
         self._opened.close()  # it ends when it has read all
+        return await asyncio.shield(asyncio.create_task(self._reap(process)))
+
+    @staticmethod
+    async def _reap(process: subprocess.Popen[bytes]) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(process.wait, 0.1)
         status = process.poll()

@@ -347,6 +347,28 @@ async def test_a_process_that_ends_between_images_costs_nothing(hasty: MediaRead
     await read_one(hasty, encode_image(random_image(2, 9, 9)))
 
 
+@pytest.mark.parametrize("is_started", [True, False], ids=["processing", "starting"])
+async def test_an_image_that_is_read_when_the_reader_is_closed_is_overloaded(
+    tmp_path: Path, run_dir: Path, is_started: bool
+) -> None:
+    """At once, and so is the next one, which waits for the first."""
+    model = vision_folder("llava siglip", tmp_path / "m")
+    async with open_reader(model, run_dir, media_timeout=60.0) as reader:
+        if is_started:
+            await stopped(reader)
+        images = [encode_image(random_image(seed, 9, 9)) for seed in (1, 2, 3)]
+        waiting = [asyncio.create_task(failure(reader, image)) for image in images[:2]]
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(20):
+            await reader.close()
+            errors = [*await asyncio.gather(*waiting), await failure(reader, images[2])]
+        assert [type(error) for error in errors] == [OverloadedError] * 3
+        reader.warm_up()
+        await asyncio.sleep(0.1)
+        assert media_processes() == []
+        assert len(pixel_files(run_dir)) == is_started, "the first one is in use"
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"image_processor_type": "FuyuImageProcessor"}, {"size": "large"}, {"crop_size": {"a": 1}}],
