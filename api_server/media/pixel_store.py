@@ -82,6 +82,7 @@ class PixelStore:
         self._images: OrderedDict[bytes, StoredImage] = OrderedDict()  # least recently used first
         self._by_uuid: dict[UuidKey, StoredImage] = {}
         self._num_bytes = 0
+        self._reserved_bytes = 0
         self._is_closed = False
         self._released = asyncio.Event()  # since the last image found no space
 
@@ -149,22 +150,35 @@ class PixelStore:
         if len(image.uuids) > MAX_UUIDS:
             del self._by_uuid[image.uuids.popitem(last=False)[0]]
 
-    async def add_image(self, image: StoredImage) -> None:
-        """Take over an image and its file; evict others for it, or wait until leases end.
-
-        The caller limits the time. One call at a time, so that what waits is one image.
-        """
+    def add_image(self, image: StoredImage) -> bool:
+        """Take over an image and its file, and evict others for it; False if there is no space."""
         assert image.mm_hash not in self._images, "the image is stored already"
-        assert image.num_bytes <= self._max_bytes, "the image can never be stored"
-        while not self._has_space(image.num_bytes):
-            self._released.clear()
-            await self._released.wait()
+        if not self._has_space(image.num_bytes):
+            return False
         self._images[image.mm_hash] = image
         self._num_bytes += image.num_bytes
+        return True
+
+    async def reserve_space(self, num_bytes: int) -> None:
+        """Wait until leases end and there is space that `add_image` gives to no other image.
+
+        The caller limits the time, and calls `release_space`. One call at a time.
+        """
+        assert num_bytes <= self._max_bytes, "there can never be space"
+        while not self._has_space(num_bytes):
+            self._released.clear()
+            await self._released.wait()
+        self._reserved_bytes += num_bytes
+
+    def release_space(self, num_bytes: int) -> None:
+        """End a reservation."""
+        self._reserved_bytes -= num_bytes
+        self._released.set()
 
     def _has_space(self, num_bytes: int) -> bool:
-        self._evict_down_to(self._max_bytes - num_bytes)
-        return self._num_bytes + num_bytes <= self._max_bytes
+        space = self._max_bytes - self._reserved_bytes - num_bytes
+        self._evict_down_to(space)
+        return self._num_bytes <= space
 
     def lease_image(self, image: StoredImage) -> MediaLease:
         image.num_leases += 1

@@ -9,8 +9,8 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,6 +88,7 @@ class MediaReader:
         self._has_detail = has_detail
         self._settings = hashlib.sha256(settings).digest()
         self._turns = Turns(1)
+        self._space_turns = Turns(1)
         self._running: dict[bytes, asyncio.Task[None]] = {}  # images that are processed now
 
     @classmethod
@@ -263,12 +264,41 @@ class MediaReader:
     async def _process_image(
         self, mm_hash: bytes, encoded: bytes, detail: str, own_bytes: int
     ) -> None:
-        """Put an image into the store, one at a time."""
+        """Put an image into the store.
+
+        How much space it needs is known when it has been processed. If there is none, its pixels
+        are dropped and made again when there is, so that those of waiting images take no memory and
+        other images are processed meanwhile.
+        """
+        reserved = 0
+        try:
+            while True:
+                async with self._turn():
+                    image = await self._make_pixels(mm_hash, encoded, detail)
+                    self._store.release_space(reserved)
+                    reserved = 0
+                    if self._add_image(image, own_bytes):
+                        return
+                await self._reserve_space(image.num_bytes)
+                reserved = image.num_bytes
+        finally:
+            self._store.release_space(reserved)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Have the process for images within a block."""
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._turns.take()
         except TimeoutError:
             raise OverloadedError("other images keep the image processor busy") from None
+        try:
+            yield
+        finally:
+            self._turns.give_back()
+
+    async def _make_pixels(self, mm_hash: bytes, encoded: bytes, detail: str) -> StoredImage:
+        """Return an image whose pixels are in a file."""
         name = self._store.new_name()
         try:
             try:
@@ -277,31 +307,42 @@ class MediaReader:
                 self._store.evict_unleased()  # others may use the same memory
                 done = await self._process.process(encoded, name, detail)
             expansion = self._placeholders.expand(done.shape, done.grid)
-            image = StoredImage(
-                mm_hash,
-                SharedPixels(name, done.shape),
-                done.grid,
-                expansion.num_embeds,
-                expansion.text,
-                4 * math.prod(done.shape),
-            )
-            await self._store_image(image, own_bytes)
         except BaseException:
             self._store.remove_file(name)
             raise
-        finally:
-            self._turns.give_back()
+        return StoredImage(
+            mm_hash,
+            SharedPixels(name, done.shape),
+            done.grid,
+            expansion.num_embeds,
+            expansion.text,
+            4 * math.prod(done.shape),
+        )
 
-    async def _store_image(self, image: StoredImage, own_bytes: int) -> None:
-        limit = self._store.max_bytes
-        if own_bytes + image.num_bytes > limit:
+    def _add_image(self, image: StoredImage, own_bytes: int) -> bool:
+        """Add an image to the store, or remove its file if there is no space.
+
+        Raises InvalidRequestError if there can never be enough for all images of the request.
+        """
+        limit, needed = self._store.max_bytes, own_bytes + image.num_bytes
+        if needed <= limit and self._store.add_image(image):
+            return True
+        self._store.remove_file(image.pixels.name)
+        if needed > limit:
             raise InvalidRequestError(
-                f"the pixels of the images up to this one take {own_bytes + image.num_bytes} "
-                f"bytes, more than the limit of {limit} (--media-memory)"
+                f"the pixels of the images up to this one take {needed} bytes, more than the limit "
+                f"of {limit} (--media-memory)"
             )
+        return False
+
+    async def _reserve_space(self, num_bytes: int) -> None:
         try:
             async with asyncio.timeout(SPACE_SECONDS):
-                await self._store.add_image(image)
+                await self._space_turns.take()
+                try:
+                    await self._store.reserve_space(num_bytes)
+                finally:
+                    self._space_turns.give_back()
         except TimeoutError:
             raise OverloadedError(
                 "images of other requests take all memory for them (--media-memory)"

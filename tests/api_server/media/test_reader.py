@@ -162,6 +162,29 @@ async def test_an_image_without_memory_is_refused_in_the_end(case: Case, monkeyp
     assert case.files == {image.pixels.name for image in held}
 
 
+async def test_images_that_wait_for_memory_let_others_be_processed(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api_server.media.reader.WAIT_SECONDS", 2.0)
+    monkeypatch.setattr("api_server.media.reader.SPACE_SECONDS", 4.0)
+    held = [await case.load(seed) for seed in (1, 2, 3)]
+    waiting = [asyncio.create_task(case.load(seed)) for seed in (4, 5)]
+    await asyncio.sleep(0.2)
+    with pytest.raises(InvalidRequestError, match="not an image"):
+        await case.read(source(b"not an image"))
+    assert case.files == {image.pixels.name for image in held}
+    held[0].lease.release()
+    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert {each.pixels.name for each in [*held[1:], done.pop().result()]} == case.files
+    (error,) = [
+        each
+        for each in await asyncio.gather(*waiting, return_exceptions=True)
+        if isinstance(each, Exception)
+    ]
+    assert isinstance(error, OverloadedError)
+    assert "take all memory" in error.message
+
+
 async def test_unused_images_go_when_the_machine_has_no_memory(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
