@@ -55,6 +55,12 @@ def hide_torch() -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 
+def load_decoders() -> None:
+    """Import the decoders of all formats."""
+    for plugin in _PLUGINS:
+        import_module(f"PIL.{plugin}")
+
+
 def webp_pixels(encoded: bytes) -> int:
     """Return the pixels of a WebP image by its first 30 bytes, 0 for other formats.
 
@@ -82,8 +88,6 @@ def open_image(encoded: bytes, max_pixels: int) -> PillowImage:
     """
     from PIL import Image
 
-    for plugin in _PLUGINS:
-        import_module(f"PIL.{plugin}")
     Image.MAX_IMAGE_PIXELS = (max_pixels + 1) // 2  # Pillow refuses more than twice as many
     warnings.simplefilter("ignore")
     too_many = f"the image has more than {max_pixels} pixels (--max-image-pixels)"

@@ -17,6 +17,8 @@ from api_server.media.media_process import MAX_FRAME, MODULE, ImageDone, ImageTa
 from proto.codec import MessageDecoder, encode
 from proto.errors import InternalRequestError, InvalidRequestError, OverloadedError
 
+_ENVIRONMENT: Final = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
+"""Variables that the process gets, beside those of Python; keys of the daemon are in others."""
 START_SECONDS: Final = 60.0
 """Time limit of a start, which imports Pillow and transformers; a second on an idle machine."""
 _DECODER: Final[MessageDecoder[ImageDone]] = MessageDecoder(ImageDone)
@@ -32,7 +34,7 @@ class MediaProcess:
     """The front end's side of the process for images.
 
     pixels_folder: where it writes. model_folder, architecture: as in `ImageProcessor.load`.
-    seconds: for an image.
+    max_bytes: of the pixels of an image. seconds: for an image.
     """
 
     def __init__(
@@ -41,9 +43,16 @@ class MediaProcess:
         model_folder: str,
         architecture: str,
         max_pixels: int,
+        max_bytes: int,
         seconds: float,
     ) -> None:
-        self._arguments = (pixels_folder, str(max_pixels), model_folder, architecture)
+        self._arguments = (
+            pixels_folder,
+            str(max_pixels),
+            str(max_bytes),
+            model_folder,
+            architecture,
+        )
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -116,6 +125,7 @@ class MediaProcess:
                     [sys.executable, "-P", "-m", MODULE, str(self._file), *self._arguments],
                     stdin=theirs.fileno(),
                     pass_fds=[self._file],
+                    env=_environment(),
                 )
             self._opened = opened.pop_all()
         try:
@@ -200,6 +210,16 @@ class MediaProcess:
         process.kill()
         await asyncio.to_thread(process.wait)
         return status
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the process, without threads of numpy's libraries."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _ENVIRONMENT or name.startswith("PYTHON")
+    }
+    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _error(done: ImageDone) -> InvalidRequestError | OverloadedError:

@@ -114,6 +114,7 @@ class MediaReader:
             model.folder,
             architecture,
             config.max_image_pixels,
+            store.max_bytes,
             config.media_timeout,
         )
         remote = None

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -414,6 +415,38 @@ async def test_the_process_imports_no_torch(reader: MediaReader) -> None:
     assert process.memory_info().rss < 200 << 20
 
 
+async def test_the_process_has_few_rights(
+    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEND_API_KEY", "secret")
+    model = vision_folder("llava siglip", tmp_path / "m")
+    async with open_reader(model, run_dir, media_memory=1 << 20) as reader:
+        await read_one(reader, encode_image(random_image(1, 9, 9)))
+        (process,) = media_processes()
+        assert "secret" not in process.environ().values()
+        assert "NoNewPrivs:\t1\n" in Path(f"/proc/{process.pid}/status").read_text()
+        limits = {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_FSIZE: 1 << 20,
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_NPROC: 0,
+        }
+        assert {kind: process.rlimit(kind)[1] for kind in limits} == limits
+        assert process.rlimit(resource.RLIMIT_AS)[1] < 8 << 30
+        await read_one(reader, encode_image(random_image(2, 9, 9)))
+        assert media_processes() == [process]
+
+
+async def test_pixels_beyond_the_memory_for_them_are_not_written(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    model = vision_folder("llava siglip", tmp_path / "m")
+    async with open_reader(model, run_dir, media_memory=1000) as reader:
+        error = await failure(reader, encode_image(random_image(1, 9, 9)))
+        assert isinstance(error, InvalidRequestError)
+        assert "more than the limit of 1000 (--media-memory)" in error.message
+
+
 def test_the_process_ends_with_its_front_end(tmp_path: Path) -> None:
     """The front end dies while an image is processed; its pixels are removed."""
     model = vision_folder("llava", tmp_path / "m")
@@ -422,7 +455,13 @@ def test_the_process_ends_with_its_front_end(tmp_path: Path) -> None:
     file = os.memfd_create("image")
     os.write(file, encoded)
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    arguments = (str(tmp_path / "pixels"), "1000", model.folder, "LlavaForConditionalGeneration")
+    arguments = (
+        str(tmp_path / "pixels"),
+        "1000",
+        "9999",
+        model.folder,
+        "LlavaForConditionalGeneration",
+    )
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, str(file), *arguments],
