@@ -26,6 +26,9 @@ from proto.messages.prepared_model import PreparedModel
 from proto.runtime.run_directory import pixels_folder
 from proto.settings.config import MediaConfig
 
+HELD_IMAGES: Final = 4
+"""Times --max-image-bytes, the bytes of images that are held which are in no body: each counts from
+before it is fetched or read from a file until it is processed."""
 WAIT_SECONDS: Final = 30.0
 """Time that an image waits for those of other requests to be processed."""
 SPACE_SECONDS: Final = 20.0
@@ -89,6 +92,7 @@ class MediaReader:
         self._settings = hashlib.sha256(settings).digest()
         self._turns = Turns(1)
         self._space_turns = Turns(1)
+        self._held_bytes = Turns(HELD_IMAGES * config.max_image_bytes)
         self._running: dict[bytes, asyncio.Task[None]] = {}  # images that are processed now
 
     @classmethod
@@ -214,12 +218,26 @@ class MediaReader:
             if image is None:
                 raise InvalidRequestError("no image is kept under this uuid: send it once more")
             return image
-        encoded = await self._sources.read(source.url)
-        if len(encoded) <= INLINE_CHARACTERS:
-            mm_hash = self._digest(encoded, detail, tenant, salt)
-        else:
-            mm_hash = await asyncio.to_thread(self._digest, encoded, detail, tenant, salt)
-        image = await self._find_or_process(mm_hash, encoded, detail, own_bytes)
+        mm_hash = None
+        held = 0 if source.url[:5].lower() == "data:" else self._config.max_image_bytes
+        if held:
+            await self._held_bytes.take(held)
+        try:
+            encoded = await self._sources.read(source.url)
+            if held:
+                self._held_bytes.give_back(held - len(encoded))
+                held = len(encoded)
+            if len(encoded) <= INLINE_CHARACTERS:
+                mm_hash = self._digest(encoded, detail, tenant, salt)
+            else:
+                mm_hash = await asyncio.to_thread(self._digest, encoded, detail, tenant, salt)
+            image = await self._find_or_process(mm_hash, encoded, detail, own_bytes)
+        finally:
+            running = None if mm_hash is None else self._running.get(mm_hash)
+            if running is None:
+                self._held_bytes.give_back(held)
+            else:  # the request has ended before its image
+                running.add_done_callback(lambda _: self._held_bytes.give_back(held))
         if key is not None:
             self._store.name_image(key, image)
         return image

@@ -21,12 +21,9 @@ from urllib.parse import quote, urljoin, urlsplit
 import httpcore
 
 from api_server.media.sources import too_large
-from api_server.turns import Turns
 from proto.errors import InvalidRequestError, shown
 
 MAX_REDIRECTS: Final = 5
-MAX_FETCHES: Final = 16
-"""Images that a front end fetches at the same time."""
 MAX_URL: Final = 8192
 """Characters of a URL that is fetched."""
 _PORTS: Final = {"http": 80, "https": 443}
@@ -198,14 +195,12 @@ class RemoteImages:
         self._seconds = seconds
         self._network = _CheckedNetwork(network or httpcore.AnyIOBackend(), resolver)
         self._tls = tls
-        self._turns = Turns(MAX_FETCHES)
 
     async def fetch(self, url: str) -> bytes:
         """Return the body that a URL leads to.
 
         Raises InvalidRequestError, also for all failures of the other server.
         """
-        await self._turns.take()
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._follow(url)
@@ -219,8 +214,6 @@ class RemoteImages:
             ) from None
         except (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
             raise InvalidRequestError("the image could not be fetched from its host") from None
-        finally:
-            self._turns.give_back()
 
     async def _follow(self, url: str) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):

@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from api_server.media.pixel_store import MAX_UUIDS
 from api_server.media.processing import MediaProcess, NoSpaceError
 from api_server.media.reader import ImageSource, LoadedImage, MediaReader
-from api_server.turns import CLIENT, Client
+from api_server.turns import CLIENT, Client, Turns
 from proto.errors import InvalidRequestError, ModelError, OverloadedError
 from proto.messages.multimodal import MM_HASH_BYTES
 from proto.messages.prepared_model import PreparedModel
@@ -257,6 +258,37 @@ async def test_urls_of_other_hosts_name_the_part(model: PreparedModel, tmp_path:
         with pytest.raises(InvalidRequestError, match=r"^part: .*not among") as caught:
             await reader.read([source("http://169.254.169.254/", param="part")], 0, None)
         assert caught.value.param == "part"
+
+
+async def test_fetched_images_that_wait_to_be_processed_have_a_limit(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has half of the bytes that an image may have, and of the limit for all of them."""
+    size, fetched = 10_000, 0
+
+    async def fetch(url: str) -> bytes:
+        nonlocal fetched
+        fetched += 1
+        await asyncio.sleep(0)
+        return image_bytes(int(url[-1])).ljust(size // 2, b"x")
+
+    monkeypatch.setattr(case.reader, "_held_bytes", Turns(2 * size))
+    monkeypatch.setattr(
+        case.reader, "_config", msgspec.structs.replace(case.reader._config, max_image_bytes=size)
+    )
+    monkeypatch.setattr(case.reader._sources, "read", fetch)
+    await case.reader._turns.take()  # no image is processed
+    waiting = [asyncio.create_task(case.read(source(f"http://a.example/{n}"))) for n in range(8)]
+    await asyncio.sleep(0.2)
+    assert fetched == 3
+    waiting[0].cancel()
+    await asyncio.sleep(0.2)
+    assert fetched == 3, "the image is still processed"
+    case.reader._turns.give_back()
+    for task in waiting[1:]:
+        (image,) = await task
+        image.lease.release()
+    await case.reader._held_bytes.take(2 * size)
 
 
 async def test_a_uuid_finds_the_image_of_its_tenant_and_salt(
