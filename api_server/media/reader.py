@@ -20,7 +20,12 @@ from api_server.media.processing import MediaProcess, NoSpaceError
 from api_server.media.settings import processor_settings
 from api_server.media.sources import INLINE_CHARACTERS, ImageSources
 from api_server.turns import Turns
-from proto.errors import InternalRequestError, InvalidRequestError, OverloadedError
+from proto.errors import (
+    InternalRequestError,
+    InvalidRequestError,
+    OverloadedError,
+    TimeLimitError,
+)
 from proto.messages.multimodal import SharedPixels
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.run_directory import pixels_folder
@@ -33,6 +38,8 @@ WAIT_SECONDS: Final = 30.0
 """Time that an image waits for those of other requests to be processed."""
 SPACE_SECONDS: Final = 20.0
 """Time that an image then waits for requests to end whose images take all memory."""
+QUEUE_SECONDS: Final = WAIT_SECONDS + SPACE_SECONDS
+"""Time that all images of a request may wait for others."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +176,8 @@ class MediaReader:
         """Return the images of a request, in order.
 
         tenant, salt: others cannot find these images by their content or uuid. Raises
-        InvalidRequestError, OverloadedError or InternalRequestError, whose message begins with the
-        `param` of the image at fault, and ClientDisconnect.
+        InvalidRequestError, OverloadedError, TimeLimitError or InternalRequestError, whose message
+        begins with the `param` of the image at fault, and ClientDisconnect.
         """
         limit = self._config.max_images
         if len(sources) > limit:
@@ -180,29 +187,46 @@ class MediaReader:
                 f"{len(sources)}",
                 param,
             )
+        seconds = QUEUE_SECONDS + self._config.media_timeout * (1 + len(sources) / 4)
+        loaded: list[LoadedImage] = []
         with ExitStack() as undo:
-            loaded: list[LoadedImage] = []
-            for source in sources:
-                own_bytes = {each.mm_hash: 4 * math.prod(each.pixels.shape) for each in loaded}
-                try:
-                    image = await self._load(source, tenant, salt, sum(own_bytes.values()))
-                except (InvalidRequestError, OverloadedError, InternalRequestError) as error:
-                    message = f"{source.param}: {error.message}"
-                    raise type(error)(message, source.param) from None
-                lease = self._store.lease_image(image)
-                undo.callback(lease.release)
-                loaded.append(
-                    LoadedImage(
-                        image.mm_hash,
-                        image.pixels,
-                        image.grid,
-                        image.num_embeds,
-                        image.expansion,
-                        lease,
-                    )
-                )
+            try:
+                async with asyncio.timeout(seconds):
+                    for source in sources:
+                        image = await self._load_named(source, tenant, salt, loaded)
+                        undo.callback(image.lease.release)
+                        loaded.append(image)
+            except TimeoutError:
+                param = sources[len(loaded)].param
+                raise TimeLimitError(
+                    f"{param}: the images of the request were not read within {seconds:g} s "
+                    "(--media-timeout)",
+                    param,
+                ) from None
             undo.pop_all()
         return loaded
+
+    async def _load_named(
+        self, source: ImageSource, tenant: int, salt: str | None, loaded: Sequence[LoadedImage]
+    ) -> LoadedImage:
+        """Return an image with a lease; errors begin with its `param`.
+
+        loaded: images that the request has already.
+        """
+        own_bytes = {each.mm_hash: 4 * math.prod(each.pixels.shape) for each in loaded}
+        try:
+            image = await self._load(source, tenant, salt, sum(own_bytes.values()))
+        except (InvalidRequestError, OverloadedError, InternalRequestError) as error:
+            message = f"{source.param}: {error.message}"
+            raise type(error)(message, source.param) from None
+        return LoadedImage(
+            image.mm_hash,
+            image.pixels,
+            image.grid,
+            image.num_embeds,
+            image.expansion,
+            self._store.lease_image(image),
+        )
 
     async def _load(
         self, source: ImageSource, tenant: int, salt: str | None, own_bytes: int

@@ -15,7 +15,7 @@ from api_server.media.pixel_store import MAX_UUIDS
 from api_server.media.processing import MediaProcess, NoSpaceError
 from api_server.media.reader import ImageSource, LoadedImage, MediaReader
 from api_server.turns import CLIENT, Client, Turns
-from proto.errors import InvalidRequestError, ModelError, OverloadedError
+from proto.errors import InvalidRequestError, ModelError, OverloadedError, TimeLimitError
 from proto.messages.multimodal import MM_HASH_BYTES
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.run_directory import pixels_folder
@@ -289,6 +289,29 @@ async def test_fetched_images_that_wait_to_be_processed_have_a_limit(
         (image,) = await task
         image.lease.release()
     await case.reader._held_bytes.take(2 * size)
+
+
+async def test_the_images_of_a_request_have_a_time_limit_together(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fetch(url: str) -> bytes:
+        await asyncio.sleep(0.3)
+        return image_bytes(1)
+
+    (await case.load(1)).lease.release()
+    monkeypatch.setattr("api_server.media.reader.QUEUE_SECONDS", 0.0)
+    monkeypatch.setattr(
+        case.reader, "_config", msgspec.structs.replace(case.reader._config, media_timeout=0.4)
+    )
+    monkeypatch.setattr(case.reader._sources, "read", fetch)
+    sources = [source("http://a.example/", param=f"part {number}") for number in range(4)]
+    (held,) = await case.read(sources[0])
+    with pytest.raises(TimeLimitError, match=r"^part 2: .*within 0.8 s") as caught:
+        await case.read(*sources)
+    assert caught.value.param == "part 2"
+    held.lease.release()
+    case.reader._store.evict_unleased()
+    assert case.files == set(), "no lease is left"
 
 
 async def test_a_uuid_finds_the_image_of_its_tenant_and_salt(
