@@ -15,6 +15,8 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -26,6 +28,8 @@ from proto.errors import InvalidRequestError, shown
 MAX_REDIRECTS: Final = 5
 MAX_URL: Final = 8192
 """Characters of a URL that is fetched."""
+_look_ups: Final = ThreadPoolExecutor(max_workers=16, thread_name_prefix="names")
+"""Threads of their own: look-ups have no time limit, and others must not wait for slow ones."""
 _PORTS: Final = {"http": 80, "https": 443}
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _SAFE: Final = "!$%&'()*+,-./:;=?@[]_~"
@@ -79,7 +83,9 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     """Return the addresses of a host by the system's resolver; raises OSError."""
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await loop.run_in_executor(
+            _look_ups, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        )
     except UnicodeError:  # of a name that cannot be encoded
         raise OSError("invalid name of a host") from None
     return list(dict.fromkeys(str(address[0]) for *_, address in found))

@@ -3,7 +3,9 @@
 import asyncio
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpcore
@@ -292,6 +294,21 @@ async def test_an_unknown_name_is_an_error_of_the_request(server) -> None:
 async def test_names_that_cannot_be_encoded_have_no_address(host: str) -> None:
     with pytest.raises(OSError, match="invalid name"):
         await resolve(host, 80)
+
+
+async def test_look_ups_take_no_threads_of_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name servers do not answer, and yet an image is decoded on a thread."""
+    answer = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer.wait() and [])
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=1))
+    look_ups = [asyncio.create_task(resolve("a.example", 80)) for _ in range(3)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert await asyncio.to_thread(lambda: 1) == 1
+    finally:
+        answer.set()
+    assert await asyncio.gather(*look_ups) == [[], [], []]
 
 
 async def test_time_has_a_limit_over_all_redirects(server) -> None:
