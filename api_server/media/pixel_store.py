@@ -28,11 +28,13 @@ _numbers: Final = itertools.count()
 
 
 class UuidKey(NamedTuple):
-    """A client's name of an image, by which only its tenant finds it, with the same salt."""
+    """A client's name of an image, by which only its tenant finds it, with the same salt.
+
+    It is found with any detail, as it was sent.
+    """
 
     tenant: int
     salt: str | None
-    detail: str
     uuid: str
 
 

@@ -236,7 +236,7 @@ class MediaReader:
         own_bytes: pixels of the images that the request has already.
         """
         detail = "low" if self._has_detail and source.detail == "low" else ""
-        key = None if source.uuid is None else UuidKey(tenant, salt, detail, source.uuid)
+        key = None if source.uuid is None else UuidKey(tenant, salt, source.uuid)
         if source.url is None:
             image = None if key is None else self._store.find_uuid(key)
             if image is None:

@@ -120,6 +120,10 @@ async def test_detail_matters_where_a_processor_has_two(tmp_path: Path, case: Ca
         images = {detail: await tiled.load(1, detail=detail) for detail in ("low", "high", "auto")}
         assert images["high"].mm_hash == images["auto"].mm_hash != images["low"].mm_hash
         assert (images["low"].grid, images["high"].grid) == ((0, 0), (2, 2))
+        await tiled.load(1, detail="low", uuid="cat")
+        for detail in ("low", "high", "auto"):
+            again = await tiled.load(None, detail=detail, uuid="cat")
+            assert again.pixels == images["low"].pixels, "as it was sent"
         assert images["low"].num_embeds * 5 == images["high"].num_embeds
     hashes = {(await case.load(1, detail=detail)).mm_hash for detail in images}
     assert len(hashes) == 1
