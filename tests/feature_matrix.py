@@ -89,12 +89,7 @@ class Meaningless:
     reason: str
 
 
-@dataclass(frozen=True)
-class Untested:
-    """A pair of which nothing is known yet."""
-
-
-Cell = Works | Refused | Meaningless | Untested
+Cell = Works | Refused | Meaningless
 
 
 def serve(*words: str) -> None:
@@ -149,6 +144,7 @@ EVENTS: Final = (
 )
 
 IMAGES: Final = "api_server/test_images.py::test_choices_grammars_streams_and_a_continued_answer"
+IMAGES_WITH: Final = "worker/test_images_with_features.py"
 LIVES: Final = (
     "engine_core/scheduler/test_lives.py::test_random_request_sequences_keep_the_invariants"
 )
@@ -1294,9 +1290,81 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ),
     (
         "images",
-        "drafts draft_model adapters ranks host_kv stored_kv kv_events kv_8_bits states cpu cuda "
-        "transformers invariant cascade async reload priority agents beams prompt_logprobs experts",
-        Untested(),
+        "drafts draft_model",
+        Works(f"{IMAGES_WITH}::test_drafts_change_no_token"),
+    ),
+    (
+        "images",
+        "adapters",
+        Refused(
+            "tensor base_model.model.model.vision_model.encoder.layers.0.self_attn.k_proj.lora_A."
+            "weight is of no weight of LlamaForCausalLM that an adapter can change",
+            "e2e/test_images.py::test_an_adapter_and_a_reload",
+            part="adapters of the vision part",
+            rest="e2e/test_images.py::test_an_adapter_and_a_reload",
+        ),
+    ),
+    ("images", "ranks", Works("worker/test_images.py::test_ranks_give_what_one_gives")),
+    (
+        "images",
+        "host_kv stored_kv",
+        Works("e2e/test_images.py::test_kv_of_an_image_comes_back"),
+    ),
+    (
+        "images",
+        "kv_events",
+        Works("engine_core/kv_cache/test_kv_events.py::test_events_name_images"),
+    ),
+    (
+        "images",
+        "kv_8_bits invariant",
+        Works("e2e/test_images.py::test_answers_are_the_same_alone_in_a_batch_and_from_the_cache"),
+    ),
+    ("images", "states", Works(f"{IMAGES_WITH}::test_a_language_model_with_states")),
+    ("images", "cpu", Works("e2e/test_images.py::test_images_between_texts")),
+    (
+        "images",
+        "cuda",
+        Refused(
+            "LlavaForConditionalGeneration reads images, which runs on a CPU only so far: "
+            "--device cpu is needed, or --limit-mm-per-prompt '{\"image\": 0}'",
+            "worker/test_memory_plan.py::test_a_model_that_reads_images_is_refused_on_a_gpu",
+        ),
+    ),
+    (
+        "images",
+        "transformers",
+        Works(f"{IMAGES_WITH}::test_a_language_model_on_the_code_of_transformers"),
+    ),
+    ("images", "cascade", Meaningless("it is for GPUs, which refuse images")),
+    (
+        "images",
+        "async",
+        Works("worker/test_images.py::test_an_engine_plans_images_beside_other_requests"),
+    ),
+    ("images", "reload", Works("e2e/test_images.py::test_an_adapter_and_a_reload")),
+    (
+        "images",
+        "priority",
+        Works(
+            "engine_core/scheduler/test_encoder_inputs.py"
+            "::test_a_victim_gives_the_budget_of_the_step_back"
+        ),
+    ),
+    (
+        "images",
+        "agents",
+        Works(
+            "engine_core/scheduler/test_retained_prefixes.py"
+            "::test_the_next_turn_finds_images_that_other_images_have_replaced"
+        ),
+    ),
+    ("images", "beams", Works("e2e/test_images.py::test_beams_are_those_of_transformers")),
+    ("images", "prompt_logprobs", Works("e2e/test_images.py::test_logprobs_of_a_prompt")),
+    (
+        "images",
+        "experts",
+        Works(f"{IMAGES_WITH}::test_the_experts_of_image_tokens_are_those_of_transformers"),
     ),
     ("pooling", "encoders", Works("worker/test_encoders.py::test_embeddings_of_packed_texts")),
 )
@@ -1330,8 +1398,6 @@ def table() -> str:
             elif isinstance(cell, Meaningless):
                 text = cell.reason
                 note = f"–[{notes.setdefault(text, len(notes) + 1)}]"
-            elif isinstance(cell, Untested):
-                note = "?"
             works = isinstance(cell, Works) or (isinstance(cell, Refused) and cell.part)
             marks.append(f"{'✓' if works else ''}{note}")
         marks += [""] * (len(columns) - len(marks))

@@ -740,4 +740,4 @@ async def test_the_schema_knows_images(serve):
 
 def test_the_image_tokens_must_be_those_of_the_images(reader):
     with pytest.raises(InvalidRequestError, match="has 2 image tokens, and its images have 0"):
-        ImageInput(reader, 7).features([5, 7, 7], [])
+        ImageInput(reader, 7, 64).features([5, 7, 7], [])

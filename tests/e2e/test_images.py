@@ -1,15 +1,19 @@
 """Images through the daemon: greedy tokens are those of transformers on the same weights.
 
 One and several images, between texts, in a second turn, in chunks, from the caches, and after the
-death of a worker and of the engine.
+death of a worker and of the engine; beside adapters, reloads, KV in host memory and on a disk, and
+KV of 8 bits.
 """
 
 import base64
 import io
+import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +22,9 @@ import torch
 from PIL import Image
 
 from tests.e2e.daemon import Daemon, eventually
+from tests.fakes.adapters import SEVEN, make_adapter, merged
 from tests.fakes.tiny_vision import (
+    END_ID,
     VISION_MODELS,
     random_image,
     read_vision_model,
@@ -58,21 +64,22 @@ class Served:
     daemon: Daemon
 
     def answer(self, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        """Return a greedy answer. fields: others of the request; None leaves one out."""
         body = {
             "messages": list(messages),
             "max_tokens": NUM_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
-            **fields,
         }
+        body = {name: value for name, value in (body | fields).items() if value is not None}
         response = httpx.post(f"{self.daemon.url}/v1/chat/completions", json=body, timeout=60)
         assert response.status_code == 200, response.text
         found: dict[str, Any] = response.json()
         return found
 
-    def assert_greedy(self, answer: dict[str, Any], *contents: Sequence[str | Image.Image]) -> None:
-        """Check the tokens of an answer to messages, alternately of the user and the assistant."""
+    def inputs(self, *contents: Sequence[str | Image.Image]) -> Any:
+        """Return what transformers makes of messages, alternately of the user and the assistant."""
         prompt, images = "<s>", []
         for number, content in enumerate(contents):
             prompt += ("user", "assistant")[number % 2] + ":"
@@ -81,12 +88,16 @@ class Served:
                 images += [] if isinstance(each, str) else [each]
             prompt += "<|end|>"
         prompt += "assistant:"
-        batch = vision_processor(self.name)(
+        return vision_processor(self.name)(
             images=[images] if images else None,
             text=[prompt],
             return_tensors="pt",
             add_special_tokens=False,
         )
+
+    def assert_greedy(self, answer: dict[str, Any], *contents: Sequence[str | Image.Image]) -> None:
+        """Check the tokens of an answer to messages, alternately of the user and the assistant."""
+        batch = self.inputs(*contents)
         tokens = batch["input_ids"][0].tolist()
         assert answer["prompt_token_ids"] == tokens
         assert answer["usage"]["prompt_tokens"] == len(tokens)
@@ -145,6 +156,142 @@ def test_an_answer_goes_on_after_a_death(served: Served, role: str) -> None:
     assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
     served.assert_greedy(after, content)
     eventually(lambda: served.daemon.metric("tokend:restarts_total") > restarts)
+
+
+def test_beams_are_those_of_transformers(served: Served) -> None:
+    content = ("see", random_image(8, 40, 30), "it")
+    search = {"temperature": None, "ignore_eos": None, "use_beam_search": True, "n": 3}
+    choices = served.answer(message(*content), **search)["choices"]
+    batch = served.inputs(content)
+    with torch.inference_mode():
+        expected = served.model.generate(
+            **batch,
+            max_new_tokens=NUM_TOKENS,
+            num_beams=3,
+            num_return_sequences=3,
+            do_sample=False,
+            eos_token_id=END_ID,
+            pad_token_id=END_ID,
+        )
+    length = batch["input_ids"].shape[1]
+    outputs = [each[length:].tolist() for each in expected]
+    outputs = [each[: each.index(END_ID) + 1] if END_ID in each else each for each in outputs]
+    assert [each["token_ids"] for each in choices] == outputs
+
+
+def test_logprobs_of_a_prompt(served: Served) -> None:
+    """Image tokens have them, too; the second time the prompt is in the prefix cache."""
+    content = ("see", random_image(9, 40, 30), "it")
+    for _ in range(2):
+        found = served.answer(message(*content), prompt_logprobs=0)["prompt_logprobs"]
+        batch = served.inputs(content)
+        tokens = batch["input_ids"]
+        with torch.inference_mode():
+            logprobs = served.model(**batch).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
+        assert found[0] is None
+        pairs = zip(found[1:], tokens[0, 1:].tolist(), strict=True)
+        given = [each[str(token)]["logprob"] for each, token in pairs]
+        assert (torch.tensor(given) - expected).abs().max() < 1e-3
+
+
+def reload(daemon: Daemon) -> None:
+    times = daemon.text.count("tokend reloaded after")
+    daemon.process.send_signal(signal.SIGHUP)
+    assert eventually(lambda: daemon.text.count("tokend reloaded after") > times, 60)
+
+
+def test_an_adapter_and_a_reload(tmp_path: Path) -> None:
+    """Two front ends; the next engine serves images, and the adapter with them, as the first did.
+
+    An adapter of the language model has its names in the whole model. One that changes the vision
+    part is refused.
+    """
+    model = save_vision_model("smolvlm", tmp_path / "model")
+    modules = rf".*text_model.*\.({'|'.join(SEVEN)})"
+    adapter = make_adapter(model, tmp_path / "adapter", size=2.0, target_modules=modules)
+    adapted = merged(model, adapter)
+    whole = make_adapter(model, tmp_path / "whole")
+    flags = ("--served-model-name", "base", "--enable-lora", "--lora-modules", f"own={adapter}")
+    flags += ("--model", str(tmp_path / "model"), "--api-server-count", "2")
+    content = ("see", random_image(10, 40, 30))
+    with Daemon(*FLAGS, *flags, "--lora-dir", str(tmp_path)) as daemon:
+        for is_reloaded in (False, True):
+            if is_reloaded:
+                reload(daemon)
+            for _ in range(4):  # of either front end
+                answers = {}
+                for name, reference in (("base", model), ("own", adapted)):
+                    served = Served("smolvlm", reference, daemon)
+                    answer = served.answer(message(*content), model=name)
+                    served.assert_greedy(answer, content)
+                    answers[name] = answer["choices"][0]["token_ids"]
+                assert answers["base"] != answers["own"]
+        body = {"lora_name": "whole", "lora_path": str(whole)}
+        refused = httpx.post(f"{daemon.url}/v1/load_lora_adapter", json=body, timeout=60)
+        assert refused.status_code == 400
+        error = refused.json()["error"]["message"]
+        assert "vision_model.encoder.layers.0.self_attn." in error
+        assert "is of no weight of LlamaForCausalLM that an adapter can change" in error
+
+
+@pytest.mark.parametrize("medium", ["host memory", "disk"])
+def test_kv_of_an_image_comes_back(medium: str, tmp_path: Path) -> None:
+    """In a pool of one prompt, whose images change; also after a restart, from the disk."""
+    model = save_vision_model("llava", tmp_path / "model")
+    on_disk = {"spec_name": "DiskOffloadingSpec", "disk_path": str(tmp_path / "disk")}
+    on_disk |= {"disk_bytes_to_use": 1 << 28}
+    media = {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": on_disk if medium == "disk" else {"cpu_bytes_to_use": 1 << 27},
+    }
+    flags = (*FLAGS, "--model", str(tmp_path / "model"), "--async-scheduling")
+    flags += ("--num-gpu-blocks-override", "34", "--kv-transfer-config", json.dumps(media))
+    contents = [("see", random_image(number, 40, 30), "text " * 60) for number in range(11, 15)]
+    for num_loads in (4, 8) if medium == "disk" else (4,):
+        with Daemon(*flags) as daemon:
+            served = Served("llava", model, daemon)
+            for content in contents * 2:
+                served.assert_greedy(served.answer(message(*content)), content)
+            assert daemon.metric("vllm:kv_offload_load_size_count") >= num_loads
+            assert daemon.metric("tokend:kv_offload_failures_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("smolvlm", ("--dtype", "bfloat16", "--batch-invariant")),
+        ("gemma3", ("--dtype", "float32", "--kv-cache-dtype", "int8")),
+    ],
+    ids=["batch-invariant", "int8 KV"],
+)
+def test_answers_are_the_same_alone_in_a_batch_and_from_the_cache(
+    name: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Images are encoded again, beside others: the workers keep the output of one."""
+    save_vision_model(name, tmp_path / "model")
+    images = [random_image(number, 40 + number, 30) for number in range(8)]
+    messages = [
+        message("see", each, "and", *["text"] * number) for number, each in enumerate(images)
+    ]
+    fields = {"max_tokens": 24, "logprobs": True}
+    flags += ("--encoder-cache-size", "45")
+    with Daemon(*FLAGS, *flags, "--model", str(tmp_path / "model")) as daemon:
+        served = Served(name, None, daemon)
+        rounds = [[served.answer(each, **fields) for each in messages]]
+        for _ in range(2):
+            with ThreadPoolExecutor(len(messages)) as threads:
+                rounds.append(
+                    list(threads.map(lambda each: served.answer(each, **fields), messages))
+                )
+            assert httpx.post(f"{daemon.url}/reset_prefix_cache").status_code == 200
+        assert daemon.metric("vllm:prefix_cache_hits_total") > 0
+    tokens = [[each["choices"][0]["token_ids"] for each in answers] for answers in rounds]
+    assert tokens[1:] == [tokens[0]] * 2
+    assert len(set(map(tuple, tokens[0]))) > 1
+    if "--batch-invariant" in flags:
+        logprobs = [[each["choices"][0]["logprobs"] for each in answers] for answers in rounds]
+        assert logprobs[1:] == [logprobs[0]] * 2
 
 
 def test_without_images_the_language_model_is_served_alone(

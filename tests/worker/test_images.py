@@ -48,19 +48,24 @@ from worker.step.model_runner import ModelRunner
 ALONE = RankGroup()
 NUM_PAGES = 30
 BLOCK = 16
+NUM_STATE_SLOTS = 20
 NUM_OUTPUTS = 6
 SIZES = ((60, 40), (30, 70))
 """Of the images; the tiled models cut the first into two tiles beside the whole."""
 
 
 class Case:
-    """A tiny vision model, and a prompt with two images between text."""
+    """A tiny vision model, and a prompt with two images between text.
 
-    def __init__(self, name: str, folder: Path) -> None:
+    changes: as of `save_vision_model`. model_settings: further ones of ModelConfig.
+    """
+
+    def __init__(self, name: str, folder: Path, **changes: Any) -> None:
         self.name = name
+        self.model_settings: dict[str, Any] = {}
         self.folder = folder / "pixels"
         self.folder.mkdir()
-        self.model = save_vision_model(name, folder / "model")
+        self.model = save_vision_model(name, folder / "model", **changes)
         self.prepared = prepare(folder / "model", folder / "prepared")
         assert self.prepared.vision is not None
         self.is_bidirectional = self.prepared.vision.is_bidirectional
@@ -103,11 +108,11 @@ class Case:
         return reference_inputs(self.name, self.images, f"one {mark}two {mark} and text")
 
     @torch.no_grad()
-    def expected(self) -> list[int]:
+    def expected(self, num_outputs: int = NUM_OUTPUTS) -> list[int]:
         """Greedy tokens of transformers, without a cache."""
         inputs = dict(self.inputs)
         tokens: list[int] = []
-        for _ in range(NUM_OUTPUTS):
+        for _ in range(num_outputs):
             logits = self.model(**inputs, use_cache=False).logits[0, -1]
             tokens.append(int(logits.argmax()))
             for key, value in (("input_ids", tokens[-1]), ("attention_mask", 1)):
@@ -119,7 +124,8 @@ class Case:
 
     def config(self, dtype: str = "float32") -> ServeConfig:
         return ServeConfig(
-            model=ModelConfig(model="tiny", dtype=dtype), device=DeviceConfig(device="cpu")
+            model=ModelConfig(model="tiny", dtype=dtype, **self.model_settings),
+            device=DeviceConfig(device="cpu"),
         )
 
     def load(self, device: HostDevice = CPU, group: RankGroup = ALONE) -> LoadedModel:
@@ -132,7 +138,10 @@ class Case:
             self.config(), loaded, injector, lambda message: None, str(self.folder)
         )
         num_blocks = 1 + num_pages * loaded.layout.num_groups
-        message = InitializeCache(PROTOCOL_VERSION, 1, num_blocks, BLOCK, 512)
+        num_slots = NUM_STATE_SLOTS if loaded.layout.states else 0
+        message = InitializeCache(
+            PROTOCOL_VERSION, 1, num_blocks, BLOCK, 512, num_state_slots=num_slots
+        )
         device = loaded.device
         assert isinstance(device, HostDevice)
         return device.model_runner(builder.parts(message))
@@ -156,6 +165,7 @@ class Case:
             max_model_len=512,
             windows=loaded.layout.windows,
             groups=loaded.geometry.groups,
+            num_state_slots=NUM_STATE_SLOTS if loaded.layout.states else 0,
             vocab_size=self.prepared.vocab_size,
             encoder=encoder,
             **settings,
@@ -163,10 +173,12 @@ class Case:
         harness.runner = runner or self.runner(loaded, num_pages)  # type: ignore[assignment]
         return harness
 
-    def add(self, harness: EngineHarness, **params: Any) -> list[Request]:
+    def add(
+        self, harness: EngineHarness, num_outputs: int = NUM_OUTPUTS, **params: Any
+    ) -> list[Request]:
         return harness.add(
             self.prompt,
-            NUM_OUTPUTS,
+            num_outputs,
             mm_features=list(self.features),
             temperature=0.0,
             ignore_eos=True,

@@ -1,5 +1,6 @@
 """KV events of the block pool, and the cache content derived from them."""
 
+import struct
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 from proto.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from proto.messages.lifecycle import RECURRENT_STATE, KVCacheGeometry, KVGroup
+from tests.fakes.images import with_pictures
 from tests.fakes.kv_events import CachedHashes, event_log, indexed, names
 from tests.fakes.kv_requests import FINGERPRINT, Requests, make_manager
 from tests.fakes.lora import lora_request
@@ -188,3 +190,13 @@ def test_states_are_blocks_of_a_group_of_their_own():
 
 def test_a_pool_without_observers_is_the_plain_class():
     assert type(make_manager(5).pool) is BlockPool
+
+
+def test_events_name_images():
+    """In each block that an image is in, by its hash and where it begins; not after it."""
+    kv = Setup(11)
+    prompt, (image,) = with_pictures([list(range(10)), (1, 16), list(range(20))])
+    kv.run(prompt, extra_keys=ExtraKeys("s", mm_features=[image]))
+    (event,) = kv.log.pop_events()
+    keys = [[(image.mm_hash + struct.pack("<i", place)).hex()] for place in (10, -6)]
+    assert event.extra_keys == [["s", *keys[0]], keys[1], None]

@@ -20,6 +20,7 @@ from proto.messages.engine_io import AgentHint
 from proto.messages.sched_trace import MAX_PINS, Arrival, PinBegin, PinEnd, Step
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.images import encoder_limits, with_pictures
 
 ROOT = Path(__file__).parents[3]
 
@@ -547,3 +548,21 @@ def test_an_agent_session_is_as_long_as_from_its_first_arrival_to_the_end_of_its
     engine.turn("a", tokens(0, 24), last=True, arrival_time=engine.clock())
     assert engine.scheduler.pop_stats().agent_session_seconds == [5.0]
     assert len(engine.scheduler.agent_sessions) == 0
+
+
+def test_the_next_turn_finds_images_that_other_images_have_replaced():
+    """It encodes nothing; a request with another image in the same text finds nothing of it."""
+    engine = Engine(encoder=encoder_limits(max_embeds=6, cache_size=6, max_input_tokens=100))
+    prompt, images = with_pictures([tokens(0, 6), (1, 6), tokens(100, 8)])
+    first = engine.turn("a", prompt, mm_features=images)
+    assert engine.pinned() == {"a": 6}  # 25 computed tokens
+    same, others = with_pictures([tokens(0, 6), (2, 6), tokens(100, 8)])
+    assert same == prompt
+    other = engine.turn("", same, mm_features=others)
+    assert other.num_cached_tokens == 4
+    assert engine.runner.encoder.num_encoded == 2
+    prompt = [*prompt, *engine.tokens_of(first), *tokens(500, 8)]
+    second = engine.turn("a", prompt, last=True, mm_features=images)
+    assert second.num_cached_tokens == 24
+    assert engine.runner.encoder.num_encoded == 2
+    engine.assert_idle()

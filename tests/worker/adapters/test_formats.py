@@ -196,12 +196,13 @@ def test_experts_that_share_their_outer_matrices(tmp_path: Path) -> None:
     case.assert_served(case.rewritten(lambda tensors: shared))
 
 
-def test_names_inside_another_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["language_model", "text_model"])
+def test_names_inside_another_model(place: str, tmp_path: Path) -> None:
     case = Case("llama", tmp_path, {})
 
     def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
-            name.replace("model.model.layers", "model.model.language_model.layers"): it
+            name.replace("model.model.layers", f"model.model.{place}.layers"): it
             for name, it in tensors.items()
         }
 

@@ -36,7 +36,7 @@ _PEFT_PARTS: Final[Mapping[str, Part]] = {
     r"(modules_to_save(\.default)?\.)?weight": "saved",
 }
 _PREFIXES: Final = ("base_model.model.", "base_model.")
-_WRAPPERS: Final = ("language_model.",)
+_WRAPPERS: Final = ("language_model.", "text_model.")
 """Parts of the names of a language model inside another model."""
 EMBEDDING_NAMES: Final = ("model.embed_tokens", "token_embd")
 HEAD_NAMES: Final = ("lm_head", "output")
