@@ -61,7 +61,7 @@ class EngineSwitch:
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._old_states: dict[int, AppState] = {}
         self._in_flight: list[InFlightCounter] = [self.app_state.in_flight]
-        self._closing: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def app_state(self) -> AppState:
@@ -121,7 +121,7 @@ class EngineSwitch:
             prepared.adapters.base_names = (prepared.model_name, *prepared.aliases)
         prepared.live_view.publish_notice("reload", "new requests go to the reloaded engine")
         if client.epoch == epoch:
-            self._closing = asyncio.create_task(_close_images(old))
+            self._close_images(old)
             return
         client.switch(epoch)
         self._discard_profile()
@@ -137,10 +137,12 @@ class EngineSwitch:
             task = tasks.pop(epoch, None)
             if task is not None:
                 task.cancel()
-        self._prepared.pop(epoch, None)
         app_state = self.app_state
         app_state.health.is_switching_model = False
         old = self._old_states.pop(epoch, app_state)
+        for unused in (self._prepared.pop(epoch, app_state), old):
+            if unused is not app_state:
+                self._close_images(unused)
         if epoch != app_state.client.epoch:
             same_model = old.model.source == app_state.model.source
             movable = same_model and old.vocabulary == app_state.vocabulary
@@ -205,14 +207,15 @@ class EngineSwitch:
         await old.in_flight.wait_until_idle()
         del self._leaving[old.epoch], self._old_states[old.epoch]
         old.client.drop(old.epoch)
-        await _close_images(old)
+        self._close_images(old)
         self._supervisor.send(OldEngineIdle(self._boot.index, old.epoch))
 
-
-async def _close_images(old: AppState) -> None:
-    """End the process for images of a model that takes no more requests."""
-    if old.images is not None:
-        await old.images.reader.close()
+    def _close_images(self, unused: AppState) -> None:
+        """End the process for images of a model that takes no more requests."""
+        if unused.images is not None:
+            task = asyncio.create_task(unused.images.reader.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
 
 async def run_commands(

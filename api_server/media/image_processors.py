@@ -55,6 +55,32 @@ def hide_torch() -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 
+def load_decoders() -> None:
+    """Import the decoders of all formats."""
+    for plugin in _PLUGINS:
+        import_module(f"PIL.{plugin}")
+
+
+def webp_pixels(encoded: bytes) -> int:
+    """Return the pixels of a WebP image by its first 30 bytes, 0 for other formats.
+
+    Pillow's decoder of WebP has memory for all of them as soon as the image is opened.
+    """
+    if len(encoded) < 30 or encoded[:4] != b"RIFF" or encoded[8:12] != b"WEBP":
+        return 0
+    chunk = encoded[12:16]
+    if chunk == b"VP8X":
+        width, height = (int.from_bytes(encoded[at : at + 3], "little") + 1 for at in (24, 27))
+    elif chunk == b"VP8L":
+        bits = int.from_bytes(encoded[21:25], "little")
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif chunk == b"VP8 ":
+        width, height = (int.from_bytes(encoded[at : at + 2], "little") & 0x3FFF for at in (26, 28))
+    else:
+        return 0
+    return width * height
+
+
 def open_image(encoded: bytes, max_pixels: int) -> PillowImage:
     """Read the header of an image; raises ImageError before anything is decoded.
 
@@ -62,11 +88,11 @@ def open_image(encoded: bytes, max_pixels: int) -> PillowImage:
     """
     from PIL import Image
 
-    for plugin in _PLUGINS:
-        import_module(f"PIL.{plugin}")
     Image.MAX_IMAGE_PIXELS = (max_pixels + 1) // 2  # Pillow refuses more than twice as many
     warnings.simplefilter("ignore")
     too_many = f"the image has more than {max_pixels} pixels (--max-image-pixels)"
+    if webp_pixels(encoded) > max_pixels:
+        raise ImageError(too_many)
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except Image.DecompressionBombError:

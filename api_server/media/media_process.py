@@ -9,7 +9,8 @@
 
 Images come from clients, and decoders of images have had many faults, so none runs in the front
 end. Each task has a limit of memory, in proportion to the image, and one of processor time; the
-front end kills a process that takes longer (`processing.py`). Errors have no text of the libraries,
+front end kills a process that takes longer (`processing.py`). Before the first task it limits
+itself for good (`confine_process`). Errors have no text of the libraries,
 which may tell addresses of memory.
 """
 
@@ -21,15 +22,20 @@ from typing import Final, Literal
 
 from proto.codec import Message, MessageDecoder, encode
 from proto.errors import ModelError
-from proto.runtime.host_resources import process_limits
+from proto.runtime.host_resources import confine_process, process_limits
 
 MODULE: Final = "api_server.media.media_process"
 HEADER_MEMORY: Final = 64 << 20
 """Bytes that reading a header may take, beside a few times those of the encoded image."""
+WEBP_MEMORY: Final = 12
+"""Further bytes for each pixel of a WebP image: its decoder has two canvases of 4 bytes."""
 MIN_MEMORY: Final = 512 << 20
 """Bytes that any image may take: the pixels of 17 tiles, several times, while they are computed."""
 PIXEL_MEMORY: Final = 32
 """Further bytes for each pixel: copies of the image in several formats."""
+OTHER_MEMORY: Final = 256 << 20
+"""Further bytes that the process may grow by in its life."""
+MAX_FILES: Final = 64
 MAX_FRAME: Final = 1 << 12
 
 
@@ -64,14 +70,17 @@ class ImageDone(Message, array_like=True, frozen=True):
 class MediaServer:
     """Processes the tasks of a socket, whose encoded images are in a file.
 
-    folder: for pixels.
+    folder: for pixels. max_pixels: of an image as it is sent. max_bytes: of the pixels made of it.
     """
 
-    def __init__(self, channel: socket.socket, file: int, folder: str, max_pixels: int) -> None:
+    def __init__(
+        self, channel: socket.socket, file: int, folder: str, max_pixels: int, max_bytes: int
+    ) -> None:
         self._channel = channel
         self._file = file
         self._folder = folder
         self._max_pixels = max_pixels
+        self._max_bytes = max_bytes
         self._decoder: MessageDecoder[ImageTask] = MessageDecoder(ImageTask)
 
     def run(self, model_folder: str, architecture: str) -> None:
@@ -79,14 +88,17 @@ class MediaServer:
 
         After a failed allocation the process may be inconsistent, so it ends.
         """
-        from api_server.media.image_processors import ImageProcessor, hide_torch
+        from api_server.media.image_processors import ImageProcessor, hide_torch, load_decoders
 
         hide_torch()
+        load_decoders()
         try:
             self._processor = ImageProcessor.load(model_folder, architecture)
         except ModelError as error:
             self._channel.send(encode(ImageDone(error=str(error)[: MAX_FRAME // 8], kind="model")))
             return
+        most = MIN_MEMORY + PIXEL_MEMORY * self._max_pixels + OTHER_MEMORY
+        confine_process(most, self._max_bytes, MAX_FILES)
         self._channel.send(encode(ImageDone()))
         done = ImageDone()
         while not done.is_last and (frame := self._channel.recv(MAX_FRAME)):
@@ -102,13 +114,20 @@ class MediaServer:
                 raise
 
     def _process(self, task: ImageTask) -> ImageDone:
-        from api_server.media.image_processors import ImageError, decode, open_image
+        from api_server.media.image_processors import (
+            ImageError,
+            decode,
+            open_image,
+            webp_pixels,
+        )
 
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
             encoded = file.read(task.num_bytes)
         try:
-            with process_limits(task.seconds, HEADER_MEMORY + 4 * len(encoded)):
+            canvas = min(webp_pixels(encoded), self._max_pixels)
+            header = HEADER_MEMORY + 4 * len(encoded) + WEBP_MEMORY * canvas
+            with process_limits(task.seconds, header):
                 image = open_image(encoded, self._max_pixels)
             width, height = image.size
             with process_limits(task.seconds, MIN_MEMORY + PIXEL_MEMORY * width * height):
@@ -119,6 +138,11 @@ class MediaServer:
             raise
         except Exception:
             return ImageDone(error="the image processor of the model refuses the image")
+        if pixels.nbytes > self._max_bytes:
+            return ImageDone(
+                error=f"the pixels of the image take {pixels.nbytes} bytes, more than the limit of "
+                f"{self._max_bytes} (--media-memory)"
+            )
         try:
             descriptor = os.open(
                 os.path.join(self._folder, task.name),
@@ -140,12 +164,12 @@ class MediaServer:
 def main() -> None:
     """Run the process; its standard input is the front end's socket.
 
-    Arguments: the file of encoded images, the folder for pixels, the most pixels, the prepared
-    folder of the model, and its architecture.
+    Arguments: the file of encoded images, the folder for pixels, the most pixels of an image, the
+    most bytes of those made of it, the prepared folder of the model, and its architecture.
     """
-    file, folder, max_pixels, model_folder, architecture = sys.argv[1:]
+    file, folder, max_pixels, max_bytes, model_folder, architecture = sys.argv[1:]
     with contextlib.suppress(ConnectionError), socket.socket(fileno=os.dup(0)) as channel:
-        server = MediaServer(channel, int(file), folder, int(max_pixels))
+        server = MediaServer(channel, int(file), folder, int(max_pixels), int(max_bytes))
         server.run(model_folder, architecture)
 
 

@@ -10,6 +10,7 @@ in the next turn of a conversation, is neither decoded nor written.
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import stat
 from collections import OrderedDict
@@ -19,17 +20,21 @@ from typing import Final, NamedTuple
 from proto.errors import ModelError
 from proto.messages.multimodal import SharedPixels
 
+logger = logging.getLogger("tokend.api")
+
 MAX_UUIDS: Final = 16
 """Names by which clients can find one image; the oldest is forgotten first."""
 _numbers: Final = itertools.count()
 
 
 class UuidKey(NamedTuple):
-    """A client's name of an image, by which only its tenant finds it, with the same salt."""
+    """A client's name of an image, by which only its tenant finds it, with the same salt.
+
+    It is found with any detail, as it was sent.
+    """
 
     tenant: int
     salt: str | None
-    detail: str
     uuid: str
 
 
@@ -68,7 +73,8 @@ class PixelStore:
     """The images of one model in a front end.
 
     folder: for pixels; made when it is needed. owner: first part of the names of files, the index
-    and the incarnation of the front end. max_bytes: of all images together.
+    and the incarnation of the front end. max_bytes: of all images together;
+    `make_folder` lowers it to half of the memory that the folder is in.
     """
 
     def __init__(self, folder: str, owner: str, max_bytes: int) -> None:
@@ -78,8 +84,14 @@ class PixelStore:
         self._images: OrderedDict[bytes, StoredImage] = OrderedDict()  # least recently used first
         self._by_uuid: dict[UuidKey, StoredImage] = {}
         self._num_bytes = 0
+        self._reserved_bytes = 0
         self._is_closed = False
         self._released = asyncio.Event()  # since the last image found no space
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of all pixels."""
+        return self._max_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -95,10 +107,20 @@ class PixelStore:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.folder, 0o700)
             status = os.lstat(self.folder)
+            memory = os.statvfs(self.folder)
         except OSError as error:
             raise ModelError(f"no folder for pixels of images: {error}") from None
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise ModelError(f"{self.folder}, for pixels of images, belongs to another user")
+        total = memory.f_blocks * memory.f_frsize
+        if 0 < total < 2 * self._max_bytes:  # 0 for a file system without a limit
+            self._max_bytes = total // 2
+            logger.warning(
+                "pixels of images take at most %d bytes, half of the memory at %s "
+                "(--media-memory is more)",
+                self._max_bytes,
+                os.path.dirname(self.folder),
+            )
 
     def new_name(self) -> str:
         """Return the name of a file that does not exist."""
@@ -130,22 +152,35 @@ class PixelStore:
         if len(image.uuids) > MAX_UUIDS:
             del self._by_uuid[image.uuids.popitem(last=False)[0]]
 
-    async def add_image(self, image: StoredImage) -> None:
-        """Take over an image and its file; evict others for it, or wait until leases end.
-
-        The caller limits the time. One call at a time, so that what waits is one image.
-        """
+    def add_image(self, image: StoredImage) -> bool:
+        """Take over an image and its file, and evict others for it; False if there is no space."""
         assert image.mm_hash not in self._images, "the image is stored already"
-        assert image.num_bytes <= self._max_bytes, "the image can never be stored"
-        while not self._has_space(image.num_bytes):
-            self._released.clear()
-            await self._released.wait()
+        if not self._has_space(image.num_bytes):
+            return False
         self._images[image.mm_hash] = image
         self._num_bytes += image.num_bytes
+        return True
+
+    async def reserve_space(self, num_bytes: int) -> None:
+        """Wait until leases end and there is space that `add_image` gives to no other image.
+
+        The caller limits the time, and calls `release_space`. One call at a time.
+        """
+        assert num_bytes <= self._max_bytes, "there can never be space"
+        while not self._has_space(num_bytes):
+            self._released.clear()
+            await self._released.wait()
+        self._reserved_bytes += num_bytes
+
+    def release_space(self, num_bytes: int) -> None:
+        """End a reservation."""
+        self._reserved_bytes -= num_bytes
+        self._released.set()
 
     def _has_space(self, num_bytes: int) -> bool:
-        self._evict_down_to(self._max_bytes - num_bytes)
-        return self._num_bytes + num_bytes <= self._max_bytes
+        space = self._max_bytes - self._reserved_bytes - num_bytes
+        self._evict_down_to(space)
+        return self._num_bytes <= space
 
     def lease_image(self, image: StoredImage) -> MediaLease:
         image.num_leases += 1
@@ -156,6 +191,10 @@ class PixelStore:
         image.num_leases -= 1
         self._evict_down_to(0 if self._is_closed else self._max_bytes)
         self._released.set()
+
+    def evict_unleased(self) -> None:
+        """Remove all images without leases."""
+        self._evict_down_to(0)
 
     def close(self) -> None:
         """Remove all images, leased ones when their requests end."""

@@ -17,6 +17,8 @@ from api_server.media.media_process import MAX_FRAME, MODULE, ImageDone, ImageTa
 from proto.codec import MessageDecoder, encode
 from proto.errors import InternalRequestError, InvalidRequestError, OverloadedError
 
+_ENVIRONMENT: Final = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
+"""Variables that the process gets, beside those of Python; keys of the daemon are in others."""
 START_SECONDS: Final = 60.0
 """Time limit of a start, which imports Pillow and transformers; a second on an idle machine."""
 _DECODER: Final[MessageDecoder[ImageDone]] = MessageDecoder(ImageDone)
@@ -24,11 +26,15 @@ _OWN_FAULTS: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGI
 """Signals by which a process ends that an image has misled."""
 
 
+class NoSpaceError(OverloadedError):
+    """There is no memory for the pixels of an image."""
+
+
 class MediaProcess:
     """The front end's side of the process for images.
 
     pixels_folder: where it writes. model_folder, architecture: as in `ImageProcessor.load`.
-    seconds: for an image.
+    max_bytes: of the pixels of an image. seconds: for an image.
     """
 
     def __init__(
@@ -37,17 +43,27 @@ class MediaProcess:
         model_folder: str,
         architecture: str,
         max_pixels: int,
+        max_bytes: int,
         seconds: float,
     ) -> None:
-        self._arguments = (pixels_folder, str(max_pixels), model_folder, architecture)
+        self._arguments = (
+            pixels_folder,
+            str(max_pixels),
+            str(max_bytes),
+            model_folder,
+            architecture,
+        )
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._opened = contextlib.ExitStack()
+        self._busy = asyncio.Lock()  # while an image is processed
         self._is_closed = False
 
     def warm_up(self) -> None:
-        """Start the process, if none runs, without waiting for it."""
+        """Start the process, if none runs, without waiting for it; not after `close`."""
+        if self._is_closed:
+            return
         if self._starting is None or (self._starting.done() and self._has_ended()):
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(_retrieve_error)
@@ -56,30 +72,38 @@ class MediaProcess:
         """Return shape and grid of the pixels, which are in the file of this name.
 
         Only one call at a time. Raises InvalidRequestError for an image that cannot be used,
-        OverloadedError if the machine has no memory or no process, and InternalRequestError if the
-        model's settings are wrong.
+        NoSpaceError or another OverloadedError if the machine has no memory or no process, and
+        InternalRequestError if the model's settings are wrong.
         """
-        await self._wait_until_started()
-        done = await self._do_task(encoded, name, detail)
+        async with self._busy:
+            await self._wait_until_started()
+            done = await self._do_task(encoded, name, detail)
         if done.error:
             raise _error(done)
         return done
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process; the image that it processes and later ones get OverloadedError."""
         self._is_closed = True
         if self._starting is not None:
             self._starting.cancel()
-        await self._end()
+            await asyncio.wait({self._starting})
+        if self._process is not None:
+            self._process.kill()  # the wait for its answer ends, too
+        async with self._busy:
+            await self._end()
 
     def _has_ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
     async def _wait_until_started(self) -> None:
         self.warm_up()
-        assert self._starting is not None
+        if self._starting is not None:
+            await asyncio.wait({self._starting})
+        if self._is_closed or self._starting is None:
+            raise OverloadedError("images are no longer read for this model")
         try:
-            await asyncio.shield(self._starting)
+            self._starting.result()
         except (OSError, EOFError):  # TimeoutError is one of the former
             raise OverloadedError("there is no process for images") from None
 
@@ -101,6 +125,7 @@ class MediaProcess:
                     [sys.executable, "-P", "-m", MODULE, str(self._file), *self._arguments],
                     stdin=theirs.fileno(),
                     pass_fds=[self._file],
+                    env=_environment(),
                 )
             self._opened = opened.pop_all()
         try:
@@ -129,6 +154,8 @@ class MediaProcess:
             ) from None
         except (OSError, EOFError):
             status = await self._replace()
+            if self._is_closed:
+                raise OverloadedError("images are no longer read for this model") from None
             if status in [-number for number in _OWN_FAULTS]:
                 raise InvalidRequestError("the image cannot be processed") from None
             if status == -signal.SIGPROF:
@@ -165,11 +192,18 @@ class MediaProcess:
         return status
 
     async def _end(self) -> int | None:
-        """End the process and return the exit status that it had, None if it still ran."""
+        """End the process and return the exit status that it had, None if it still ran.
+
+        No process is left if the caller is cancelled.
+        """
         process, self._process = self._process, None
         if process is None:
             return None
         self._opened.close()  # it ends when it has read all
+        return await asyncio.shield(asyncio.create_task(self._reap(process)))
+
+    @staticmethod
+    async def _reap(process: subprocess.Popen[bytes]) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(process.wait, 0.1)
         status = process.poll()
@@ -178,9 +212,19 @@ class MediaProcess:
         return status
 
 
+def _environment() -> dict[str, str]:
+    """Return the environment of the process, without threads of numpy's libraries."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _ENVIRONMENT or name.startswith("PYTHON")
+    }
+    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
 def _error(done: ImageDone) -> InvalidRequestError | OverloadedError:
     if done.kind == "host":
-        return OverloadedError(done.error)
+        return NoSpaceError(done.error)
     return InvalidRequestError(done.error)
 
 

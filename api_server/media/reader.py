@@ -9,27 +9,37 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from api_server.media.pixel_store import MediaLease, PixelStore, StoredImage, UuidKey
 from api_server.media.placeholders import TILED, Placeholders, read_placeholders
-from api_server.media.processing import MediaProcess
+from api_server.media.processing import MediaProcess, NoSpaceError
 from api_server.media.settings import processor_settings
 from api_server.media.sources import INLINE_CHARACTERS, ImageSources
 from api_server.turns import Turns
-from proto.errors import InternalRequestError, InvalidRequestError, OverloadedError
+from proto.errors import (
+    InternalRequestError,
+    InvalidRequestError,
+    OverloadedError,
+    TimeLimitError,
+)
 from proto.messages.multimodal import SharedPixels
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.run_directory import pixels_folder
 from proto.settings.config import MediaConfig
 
+HELD_IMAGES: Final = 4
+"""Times --max-image-bytes, the bytes of images that are held which are in no body: each counts from
+before it is fetched or read from a file until it is processed."""
 WAIT_SECONDS: Final = 30.0
 """Time that an image waits for those of other requests to be processed."""
 SPACE_SECONDS: Final = 20.0
 """Time that an image then waits for requests to end whose images take all memory."""
+QUEUE_SECONDS: Final = WAIT_SECONDS + SPACE_SECONDS
+"""Time that all images of a request may wait for others."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,8 @@ class MediaReader:
         self._has_detail = has_detail
         self._settings = hashlib.sha256(settings).digest()
         self._turns = Turns(1)
+        self._space_turns = Turns(1)
+        self._held_bytes = Turns(HELD_IMAGES * config.max_image_bytes)
         self._running: dict[bytes, asyncio.Task[None]] = {}  # images that are processed now
 
     @classmethod
@@ -113,6 +125,7 @@ class MediaReader:
             model.folder,
             architecture,
             config.max_image_pixels,
+            store.max_bytes,
             config.media_timeout,
         )
         remote = None
@@ -163,8 +176,8 @@ class MediaReader:
         """Return the images of a request, in order.
 
         tenant, salt: others cannot find these images by their content or uuid. Raises
-        InvalidRequestError, OverloadedError or InternalRequestError, whose message begins with the
-        `param` of the image at fault, and ClientDisconnect.
+        InvalidRequestError, OverloadedError, TimeLimitError or InternalRequestError, whose message
+        begins with the `param` of the image at fault, and ClientDisconnect.
         """
         limit = self._config.max_images
         if len(sources) > limit:
@@ -174,29 +187,46 @@ class MediaReader:
                 f"{len(sources)}",
                 param,
             )
+        seconds = QUEUE_SECONDS + self._config.media_timeout * (1 + len(sources) / 4)
+        loaded: list[LoadedImage] = []
         with ExitStack() as undo:
-            loaded: list[LoadedImage] = []
-            for source in sources:
-                own_bytes = {each.mm_hash: 4 * math.prod(each.pixels.shape) for each in loaded}
-                try:
-                    image = await self._load(source, tenant, salt, sum(own_bytes.values()))
-                except (InvalidRequestError, OverloadedError, InternalRequestError) as error:
-                    message = f"{source.param}: {error.message}"
-                    raise type(error)(message, source.param) from None
-                lease = self._store.lease_image(image)
-                undo.callback(lease.release)
-                loaded.append(
-                    LoadedImage(
-                        image.mm_hash,
-                        image.pixels,
-                        image.grid,
-                        image.num_embeds,
-                        image.expansion,
-                        lease,
-                    )
-                )
+            try:
+                async with asyncio.timeout(seconds):
+                    for source in sources:
+                        image = await self._load_named(source, tenant, salt, loaded)
+                        undo.callback(image.lease.release)
+                        loaded.append(image)
+            except TimeoutError:
+                param = sources[len(loaded)].param
+                raise TimeLimitError(
+                    f"{param}: the images of the request were not read within {seconds:g} s "
+                    "(--media-timeout)",
+                    param,
+                ) from None
             undo.pop_all()
         return loaded
+
+    async def _load_named(
+        self, source: ImageSource, tenant: int, salt: str | None, loaded: Sequence[LoadedImage]
+    ) -> LoadedImage:
+        """Return an image with a lease; errors begin with its `param`.
+
+        loaded: images that the request has already.
+        """
+        own_bytes = {each.mm_hash: 4 * math.prod(each.pixels.shape) for each in loaded}
+        try:
+            image = await self._load(source, tenant, salt, sum(own_bytes.values()))
+        except (InvalidRequestError, OverloadedError, InternalRequestError) as error:
+            message = f"{source.param}: {error.message}"
+            raise type(error)(message, source.param) from None
+        return LoadedImage(
+            image.mm_hash,
+            image.pixels,
+            image.grid,
+            image.num_embeds,
+            image.expansion,
+            self._store.lease_image(image),
+        )
 
     async def _load(
         self, source: ImageSource, tenant: int, salt: str | None, own_bytes: int
@@ -206,18 +236,32 @@ class MediaReader:
         own_bytes: pixels of the images that the request has already.
         """
         detail = "low" if self._has_detail and source.detail == "low" else ""
-        key = None if source.uuid is None else UuidKey(tenant, salt, detail, source.uuid)
+        key = None if source.uuid is None else UuidKey(tenant, salt, source.uuid)
         if source.url is None:
             image = None if key is None else self._store.find_uuid(key)
             if image is None:
                 raise InvalidRequestError("no image is kept under this uuid: send it once more")
             return image
-        encoded = await self._sources.read(source.url)
-        if len(encoded) <= INLINE_CHARACTERS:
-            mm_hash = self._digest(encoded, detail, tenant, salt)
-        else:
-            mm_hash = await asyncio.to_thread(self._digest, encoded, detail, tenant, salt)
-        image = await self._find_or_process(mm_hash, encoded, detail, own_bytes)
+        mm_hash = None
+        held = 0 if source.url[:5].lower() == "data:" else self._config.max_image_bytes
+        if held:
+            await self._held_bytes.take(held)
+        try:
+            encoded = await self._sources.read(source.url)
+            if held:
+                self._held_bytes.give_back(held - len(encoded))
+                held = len(encoded)
+            if len(encoded) <= INLINE_CHARACTERS:
+                mm_hash = self._digest(encoded, detail, tenant, salt)
+            else:
+                mm_hash = await asyncio.to_thread(self._digest, encoded, detail, tenant, salt)
+            image = await self._find_or_process(mm_hash, encoded, detail, own_bytes)
+        finally:
+            running = None if mm_hash is None else self._running.get(mm_hash)
+            if running is None:
+                self._held_bytes.give_back(held)
+            else:  # the request has ended before its image
+                running.add_done_callback(lambda _: self._held_bytes.give_back(held))
         if key is not None:
             self._store.name_image(key, image)
         return image
@@ -263,41 +307,85 @@ class MediaReader:
     async def _process_image(
         self, mm_hash: bytes, encoded: bytes, detail: str, own_bytes: int
     ) -> None:
-        """Put an image into the store, one at a time."""
+        """Put an image into the store.
+
+        How much space it needs is known when it has been processed. If there is none, its pixels
+        are dropped and made again when there is, so that those of waiting images take no memory and
+        other images are processed meanwhile.
+        """
+        reserved = 0
+        try:
+            while True:
+                async with self._turn():
+                    image = await self._make_pixels(mm_hash, encoded, detail)
+                    self._store.release_space(reserved)
+                    reserved = 0
+                    if self._add_image(image, own_bytes):
+                        return
+                await self._reserve_space(image.num_bytes)
+                reserved = image.num_bytes
+        finally:
+            self._store.release_space(reserved)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Have the process for images within a block."""
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._turns.take()
         except TimeoutError:
             raise OverloadedError("other images keep the image processor busy") from None
-        name = self._store.new_name()
         try:
-            done = await self._process.process(encoded, name, detail)
-            expansion = self._placeholders.expand(done.shape, done.grid)
-            image = StoredImage(
-                mm_hash,
-                SharedPixels(name, done.shape),
-                done.grid,
-                expansion.num_embeds,
-                expansion.text,
-                4 * math.prod(done.shape),
-            )
-            await self._store_image(image, own_bytes)
-        except BaseException:
-            self._store.remove_file(name)
-            raise
+            yield
         finally:
             self._turns.give_back()
 
-    async def _store_image(self, image: StoredImage, own_bytes: int) -> None:
-        limit = self._config.media_memory
-        if own_bytes + image.num_bytes > limit:
+    async def _make_pixels(self, mm_hash: bytes, encoded: bytes, detail: str) -> StoredImage:
+        """Return an image whose pixels are in a file."""
+        name = self._store.new_name()
+        try:
+            try:
+                done = await self._process.process(encoded, name, detail)
+            except NoSpaceError:
+                self._store.evict_unleased()  # others may use the same memory
+                done = await self._process.process(encoded, name, detail)
+            expansion = self._placeholders.expand(done.shape, done.grid)
+        except BaseException:
+            self._store.remove_file(name)
+            raise
+        return StoredImage(
+            mm_hash,
+            SharedPixels(name, done.shape),
+            done.grid,
+            expansion.num_embeds,
+            expansion.text,
+            4 * math.prod(done.shape),
+        )
+
+    def _add_image(self, image: StoredImage, own_bytes: int) -> bool:
+        """Add an image to the store, or remove its file if there is no space.
+
+        Raises InvalidRequestError if there can never be enough for all images of the request.
+        """
+        limit, needed = self._store.max_bytes, own_bytes + image.num_bytes
+        if needed <= limit and self._store.add_image(image):
+            return True
+        self._store.remove_file(image.pixels.name)
+        if needed > limit:
             raise InvalidRequestError(
-                f"the pixels of the images up to this one take {own_bytes + image.num_bytes} "
-                f"bytes, more than the limit of {limit} (--media-memory)"
+                f"the pixels of the images up to this one take {needed} bytes, more than the limit "
+                f"of {limit} (--media-memory)"
             )
+        return False
+
+    async def _reserve_space(self, num_bytes: int) -> None:
         try:
             async with asyncio.timeout(SPACE_SECONDS):
-                await self._store.add_image(image)
+                await self._space_turns.take()
+                try:
+                    await self._store.reserve_space(num_bytes)
+                finally:
+                    self._space_turns.give_back()
         except TimeoutError:
             raise OverloadedError(
                 "images of other requests take all memory for them (--media-memory)"

@@ -15,24 +15,36 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
 import httpcore
 
 from api_server.media.sources import too_large
-from api_server.turns import Turns
 from proto.errors import InvalidRequestError, shown
 
 MAX_REDIRECTS: Final = 5
-MAX_FETCHES: Final = 16
-"""Images that a front end fetches at the same time."""
 MAX_URL: Final = 8192
 """Characters of a URL that is fetched."""
+_look_ups: Final = ThreadPoolExecutor(max_workers=16, thread_name_prefix="names")
+"""Threads of their own: look-ups have no time limit, and others must not wait for slow ones."""
 _PORTS: Final = {"http": 80, "https": 443}
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _SAFE: Final = "!$%&'()*+,-./:;=?@[]_~"
 """Characters that stay as they are in the target of a request."""
+MAX_NAME: Final = 253
+MAX_LABEL: Final = 63
+"""Characters of a host's name, and of each part between dots, by RFC 1035."""
+_NEVER_PUBLIC: Final = tuple(
+    map(
+        ipaddress.ip_network,
+        ("100.64.0.0/10", "168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24"),
+    )
+)
+"""Networks that `is_global` does not exclude in every version of Python: shared addresses, the
+server for virtual machines of Azure, protocol assignments, and relays of 6to4."""
 _EMBEDDING: Final = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("2002::/16"))
 """Networks of IPv6 whose addresses have one of IPv4 in them: NAT64, in the last 32 bits, and 6to4,
 which no host needs."""
@@ -62,13 +74,20 @@ def is_public(address: str) -> bool:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
         if ip in _EMBEDDING[1] or ip.teredo is not None or ip.is_site_local or ip.scope_id:
             return False
+    elif any(ip in network for network in _NEVER_PUBLIC):
+        return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
     """Return the addresses of a host by the system's resolver; raises OSError."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await loop.run_in_executor(
+            _look_ups, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        )
+    except UnicodeError:  # of a name that cannot be encoded
+        raise OSError("invalid name of a host") from None
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
@@ -119,8 +138,11 @@ def _parse(url: str) -> _Target | None:
             host = host.encode("idna").decode()
     except (ValueError, KeyError):
         return None
-    host = host.rstrip(".")
-    if not host or "@" in parts.netloc or "%" in host:
+    host = host.removesuffix(".")
+    labels = host.split(".")
+    if len(host) > MAX_NAME or not all(1 <= len(label) <= MAX_LABEL for label in labels):
+        return None
+    if "@" in parts.netloc or "%" in host:
         return None
     path = quote(parts.path or "/", safe=_SAFE)
     return _Target(
@@ -179,14 +201,12 @@ class RemoteImages:
         self._seconds = seconds
         self._network = _CheckedNetwork(network or httpcore.AnyIOBackend(), resolver)
         self._tls = tls
-        self._turns = Turns(MAX_FETCHES)
 
     async def fetch(self, url: str) -> bytes:
         """Return the body that a URL leads to.
 
         Raises InvalidRequestError, also for all failures of the other server.
         """
-        await self._turns.take()
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._follow(url)
@@ -200,8 +220,6 @@ class RemoteImages:
             ) from None
         except (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
             raise InvalidRequestError("the image could not be fetched from its host") from None
-        finally:
-            self._turns.give_back()
 
     async def _follow(self, url: str) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):

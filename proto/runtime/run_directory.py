@@ -159,7 +159,10 @@ def run_directories(parent: str) -> list[str]:
 
 
 def _remove(run_dir: str) -> None:
-    shutil.rmtree(pixels_folder(run_dir), ignore_errors=True)
+    pixels = pixels_folder(run_dir)
+    with contextlib.suppress(OSError):
+        if _is_own(Path(pixels)):
+            shutil.rmtree(pixels, ignore_errors=True)
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
@@ -170,11 +173,16 @@ def _is_own(path: Path) -> bool:
 
 
 def remove_pixels(run_dir: str, index: int) -> None:
-    """Remove the pixels of images of a front end that has ended."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(pixels_folder(run_dir)):
+    """Remove the pixels of images of a front end that has ended, as far as possible.
+
+    A folder of another user, or a link in its place, stays as it is.
+    """
+    folder = Path(pixels_folder(run_dir))
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder) if _is_own(folder) else ():
             if name.startswith(f"{index}."):
-                os.unlink(os.path.join(pixels_folder(run_dir), name))
+                with contextlib.suppress(OSError):
+                    os.unlink(folder / name)
 
 
 def parents(environment_runtime_dir: str | None) -> list[str]:

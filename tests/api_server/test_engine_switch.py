@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from api_server.generation.images import ImageInput
 from api_server.supervisor_commands import EngineSwitch
 from proto.messages.engine_io import FinishReason
 from proto.messages.lifecycle import (
@@ -27,6 +28,7 @@ from proto.runtime.sockets import front_end_path
 from proto.settings.config import ReliabilityConfig
 from tests.api_server.test_live_view import view, watching
 from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.media_reader import FakeMediaReader
 
 LIMIT_SECONDS = 20
 
@@ -200,6 +202,34 @@ async def test_requests_of_a_dead_old_engine_continue_at_the_next(case, model):
     case.engines[2].emit(again, [41], finish=FinishReason.LENGTH)
     assert await case.tokens(answer) == [40, 41]
     assert case.sent.empty(), "the old engine is known to be dead"
+
+
+async def test_images_are_no_longer_read_for_an_engine_that_is_dropped(case, model):
+    """The old one, while a request is open at it."""
+    state, reader = case.front_end.app.state, FakeMediaReader()
+    state.app_state = replace(state.app_state, images=ImageInput(reader, 0, 1))
+    answer, _ = await case.begin()
+    await case.side_by_side(2, model)
+    await case.switch(2)
+    assert not reader.is_closed
+    case.engine_switch.drop(1)
+    await asyncio.sleep(0)
+    assert reader.is_closed
+    answer.cancel()
+
+
+async def test_images_are_no_longer_read_for_a_next_engine_that_is_dropped(
+    case, model, monkeypatch
+):
+    reader = FakeMediaReader()
+    monkeypatch.setattr(
+        "api_server.supervisor_commands.make_image_input",
+        lambda *_: ImageInput(reader, 0, 1),
+    )
+    await case.side_by_side(2, model)
+    case.engine_switch.drop(2)
+    await asyncio.sleep(0)
+    assert reader.is_closed
 
 
 async def test_garbage_of_the_old_engine_is_reported_to_the_supervisor(case, model):

@@ -17,7 +17,7 @@ from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
 from deploy.environment import API_KEY_VARIABLE, HostEnvironment
 from deploy.supervisor.shutdown import ON_REQUEST
-from proto.settings.config import FrontEndConfig, ReliabilityConfig
+from proto.settings.config import FrontEndConfig, MediaConfig, ReliabilityConfig
 from worker.cuda.build_flashinfer import PACKAGE, parser
 from worker.cuda.flashinfer_library import HEAD_DIMS
 
@@ -182,6 +182,26 @@ def test_compose_mounts_existing_files_and_outlasts_the_shutdown() -> None:
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
     assert compose["configs"][config["source"]] == {"content": f"${{{API_KEY_VARIABLE}:-none}}"}
     assert job["static_configs"][0]["targets"] == [f"tokend:{PORT}"]
+
+
+def test_shared_memory_has_space_for_the_pixels_of_images() -> None:
+    """The pixels take half of it at most."""
+    services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert (
+        int(services["tokend"]["shm_size"].removesuffix("m")) << 20
+        >= 2 * MediaConfig().media_memory
+    )
+    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/tokend.yaml").read_text())
+    deployment = next(each for each in documents if each["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (name,) = {
+        mount["name"]
+        for mount in pod["containers"][0]["volumeMounts"]
+        if mount["mountPath"] == "/dev/shm"
+    }
+    volume = next(each["emptyDir"] for each in pod["volumes"] if each["name"] == name)
+    assert volume["medium"] == "Memory"
+    assert int(volume["sizeLimit"].removesuffix("Mi")) << 20 >= 2 * MediaConfig().media_memory
 
 
 def test_compose_limits_restarts() -> None:

@@ -129,6 +129,8 @@ def header_bombs() -> dict[str, bytes]:
     lossless = bytearray(encode_image(small, "WEBP", lossless=True))
     start = lossless.index(b"VP8L") + 9
     lossless[start : start + 4] = struct.pack("<I", 16382 | 16382 << 14)
+    lossy = bytearray(encode_image(small, "WEBP"))
+    lossy[26:30] = struct.pack("<HH", 16383, 16383)
     return {
         "PNG": png_of(60000, 60000, png_chunk(b"IDAT", zlib.compress(bytes(60001)))),
         "JPEG": bytes(jpeg),
@@ -136,4 +138,5 @@ def header_bombs() -> dict[str, bytes]:
         "a frame of a GIF": bytes(frame_of_gif),
         "WebP": webp,
         "lossless WebP": bytes(lossless),
+        "lossy WebP": bytes(lossy),
     }

@@ -32,6 +32,7 @@ class FakeMediaReader:
         self.image_token = "<image>"
         self.calls: list[tuple[list[ImageSource], int, str | None]] = []
         self.num_leases = 0
+        self.is_closed = False
         self._known: dict[tuple[int, str | None, str], str] = {}
 
     @property
@@ -75,4 +76,5 @@ class FakeMediaReader:
 
     def warm_up(self) -> None: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.is_closed = True

@@ -10,7 +10,13 @@ import pytest
 
 from proto.errors import ConfigError
 from proto.messages.lifecycle import Shutdown
-from proto.runtime.run_directory import RunDirectory, default_parent, pixels_folder, sweep
+from proto.runtime.run_directory import (
+    RunDirectory,
+    default_parent,
+    pixels_folder,
+    remove_pixels,
+    sweep,
+)
 from proto.runtime.sockets import Link
 
 
@@ -131,3 +137,28 @@ def test_no_writable_parent_is_an_error(monkeypatch):
         monkeypatch.setattr("tempfile.gettempdir", replacement)
         with pytest.raises(ConfigError, match="set XDG_RUNTIME_DIR or TMPDIR"):
             default_parent(None)
+
+
+def test_pixels_of_a_front_end_are_removed_as_far_as_possible(tmp_path):
+    folder = tmp_path / "pixels"
+    remove_pixels(str(tmp_path), 1)  # there is no folder
+    folder.mkdir()
+    for name in ("1.0.a", "1.0.z", "10.0.a", "2.0.a"):
+        (folder / name).touch()
+    (folder / "1.0.b").mkdir()  # cannot be unlinked
+    remove_pixels(str(tmp_path), 1)
+    assert sorted(os.listdir(folder)) == ["1.0.b", "10.0.a", "2.0.a"]
+
+
+def test_a_folder_of_pixels_that_is_a_link_or_another_users_stays(tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "1.0.a").touch()
+    (tmp_path / "pixels").symlink_to(other)
+    remove_pixels(str(tmp_path), 1)
+    assert os.listdir(other) == ["1.0.a"]
+    os.unlink(tmp_path / "pixels")
+    other.rename(tmp_path / "pixels")
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    remove_pixels(str(tmp_path), 1)
+    assert os.listdir(tmp_path / "pixels") == ["1.0.a"]

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from PIL import Image, ImageOps
 
+from api_server.media.image_processors import webp_pixels
 from api_server.media.media_process import MAX_FRAME, MODULE, ImageTask
 from api_server.media.reader import LoadedImage, MediaReader
 from proto.codec import encode
@@ -118,6 +120,29 @@ def opened(encoded: bytes) -> Image.Image:
 async def test_each_format_is_read(same: Check, kind: str) -> None:
     encoded = encode_image(random_image(1, 40, 30), kind)
     await same(encoded, opened(encoded).convert("RGB"))
+
+
+@pytest.mark.parametrize("options", [{"lossless": True}, {"quality": 1, "method": 0}])
+async def test_a_large_webp_image_is_read(
+    tmp_path: Path, run_dir: Path, options: dict[str, object]
+) -> None:
+    model = vision_folder("llava siglip", tmp_path / "m")
+    encoded = encode_image(Image.new("RGB", (5000, 5000), "white"), "WEBP", **options)
+    async with open_reader(model, run_dir, media_timeout=60.0) as reader:
+        loaded = await read_one(reader, encoded)
+        pixels = read_pixels(loaded, run_dir)
+        assert pixels.min() == pixels.max()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lossless": True}, {"exif": b"Exif\0\0"}, {"save_all": True, "append_images": []}],
+)
+def test_the_size_of_a_webp_image_is_in_its_first_bytes(options: dict[str, object]) -> None:
+    encoded = encode_image(random_image(1, 41, 30), "WEBP", **options)
+    assert webp_pixels(encoded[:30]) == 41 * 30
+    assert webp_pixels(encoded[:29]) == 0
+    assert webp_pixels(encode_image(random_image(1, 41, 30))) == 0
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
@@ -323,6 +348,28 @@ async def test_a_process_that_ends_between_images_costs_nothing(hasty: MediaRead
     await read_one(hasty, encode_image(random_image(2, 9, 9)))
 
 
+@pytest.mark.parametrize("is_started", [True, False], ids=["processing", "starting"])
+async def test_an_image_that_is_read_when_the_reader_is_closed_is_overloaded(
+    tmp_path: Path, run_dir: Path, is_started: bool
+) -> None:
+    """At once, and so is the next one, which waits for the first."""
+    model = vision_folder("llava siglip", tmp_path / "m")
+    async with open_reader(model, run_dir, media_timeout=60.0) as reader:
+        if is_started:
+            await stopped(reader)
+        images = [encode_image(random_image(seed, 9, 9)) for seed in (1, 2, 3)]
+        waiting = [asyncio.create_task(failure(reader, image)) for image in images[:2]]
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(20):
+            await reader.close()
+            errors = [*await asyncio.gather(*waiting), await failure(reader, images[2])]
+        assert [type(error) for error in errors] == [OverloadedError] * 3
+        reader.warm_up()
+        await asyncio.sleep(0.1)
+        assert media_processes() == []
+        assert len(pixel_files(run_dir)) == is_started, "the first one is in use"
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"image_processor_type": "FuyuImageProcessor"}, {"size": "large"}, {"crop_size": {"a": 1}}],
@@ -368,6 +415,38 @@ async def test_the_process_imports_no_torch(reader: MediaReader) -> None:
     assert process.memory_info().rss < 200 << 20
 
 
+async def test_the_process_has_few_rights(
+    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEND_API_KEY", "secret")
+    model = vision_folder("llava siglip", tmp_path / "m")
+    async with open_reader(model, run_dir, media_memory=1 << 20) as reader:
+        await read_one(reader, encode_image(random_image(1, 9, 9)))
+        (process,) = media_processes()
+        assert "secret" not in process.environ().values()
+        assert "NoNewPrivs:\t1\n" in Path(f"/proc/{process.pid}/status").read_text()
+        limits = {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_FSIZE: 1 << 20,
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_NPROC: 0,
+        }
+        assert {kind: process.rlimit(kind)[1] for kind in limits} == limits
+        assert process.rlimit(resource.RLIMIT_AS)[1] < 8 << 30
+        await read_one(reader, encode_image(random_image(2, 9, 9)))
+        assert media_processes() == [process]
+
+
+async def test_pixels_beyond_the_memory_for_them_are_not_written(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    model = vision_folder("llava siglip", tmp_path / "m")
+    async with open_reader(model, run_dir, media_memory=1000) as reader:
+        error = await failure(reader, encode_image(random_image(1, 9, 9)))
+        assert isinstance(error, InvalidRequestError)
+        assert "more than the limit of 1000 (--media-memory)" in error.message
+
+
 def test_the_process_ends_with_its_front_end(tmp_path: Path) -> None:
     """The front end dies while an image is processed; its pixels are removed."""
     model = vision_folder("llava", tmp_path / "m")
@@ -376,7 +455,13 @@ def test_the_process_ends_with_its_front_end(tmp_path: Path) -> None:
     file = os.memfd_create("image")
     os.write(file, encoded)
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    arguments = (str(tmp_path / "pixels"), "1000", model.folder, "LlavaForConditionalGeneration")
+    arguments = (
+        str(tmp_path / "pixels"),
+        "1000",
+        "9999",
+        model.folder,
+        "LlavaForConditionalGeneration",
+    )
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, str(file), *arguments],

@@ -5,16 +5,17 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 from starlette.requests import ClientDisconnect
 
 from api_server.media.pixel_store import MAX_UUIDS
-from api_server.media.processing import MediaProcess
+from api_server.media.processing import MediaProcess, NoSpaceError
 from api_server.media.reader import ImageSource, LoadedImage, MediaReader
-from api_server.turns import CLIENT, Client
-from proto.errors import InvalidRequestError, ModelError, OverloadedError
+from api_server.turns import CLIENT, Client, Turns
+from proto.errors import InvalidRequestError, ModelError, OverloadedError, TimeLimitError
 from proto.messages.multimodal import MM_HASH_BYTES
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.run_directory import pixels_folder
@@ -119,6 +120,10 @@ async def test_detail_matters_where_a_processor_has_two(tmp_path: Path, case: Ca
         images = {detail: await tiled.load(1, detail=detail) for detail in ("low", "high", "auto")}
         assert images["high"].mm_hash == images["auto"].mm_hash != images["low"].mm_hash
         assert (images["low"].grid, images["high"].grid) == ((0, 0), (2, 2))
+        await tiled.load(1, detail="low", uuid="cat")
+        for detail in ("low", "high", "auto"):
+            again = await tiled.load(None, detail=detail, uuid="cat")
+            assert again.pixels == images["low"].pixels, "as it was sent"
         assert images["low"].num_embeds * 5 == images["high"].num_embeds
     hashes = {(await case.load(1, detail=detail)).mm_hash for detail in images}
     assert len(hashes) == 1
@@ -162,6 +167,70 @@ async def test_an_image_without_memory_is_refused_in_the_end(case: Case, monkeyp
     assert case.files == {image.pixels.name for image in held}
 
 
+async def test_images_that_wait_for_memory_let_others_be_processed(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api_server.media.reader.WAIT_SECONDS", 2.0)
+    monkeypatch.setattr("api_server.media.reader.SPACE_SECONDS", 4.0)
+    held = [await case.load(seed) for seed in (1, 2, 3)]
+    waiting = [asyncio.create_task(case.load(seed)) for seed in (4, 5)]
+    await asyncio.sleep(0.2)
+    with pytest.raises(InvalidRequestError, match="not an image"):
+        await case.read(source(b"not an image"))
+    assert case.files == {image.pixels.name for image in held}
+    held[0].lease.release()
+    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert {each.pixels.name for each in [*held[1:], done.pop().result()]} == case.files
+    (error,) = [
+        each
+        for each in await asyncio.gather(*waiting, return_exceptions=True)
+        if isinstance(each, Exception)
+    ]
+    assert isinstance(error, OverloadedError)
+    assert "take all memory" in error.message
+
+
+async def test_unused_images_go_when_the_machine_has_no_memory(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it has memory for two images."""
+    process = MediaProcess.process
+
+    async def fill(self: MediaProcess, encoded: bytes, name: str, detail: str):
+        if len(case.files) >= 2:
+            raise NoSpaceError("there is no memory for the pixels of the image")
+        return await process(self, encoded, name, detail)
+
+    monkeypatch.setattr(MediaProcess, "process", fill)
+    held = [await case.load(1)]
+    await case.use([2])
+    held.append(await case.load(3))
+    assert case.files == {image.pixels.name for image in held}
+    with pytest.raises(OverloadedError, match="no memory for the pixels"):
+        await case.load(4)
+    held[0].lease.release()
+    await case.use([4])
+
+
+async def test_pixels_take_half_of_the_shared_memory_at_most(
+    model: PreparedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statvfs = os.statvfs
+
+    def small(path: str) -> os.statvfs_result:
+        fields = list(statvfs(path))
+        fields[1:3] = 1, 4 * SIZE  # f_frsize, f_blocks
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "statvfs", small)
+    async with open_reader(model, tmp_path / "run") as reader:
+        case = Case(reader, tmp_path / "run")
+        await case.use([1, 2, 3])
+        assert reader.num_bytes == 2 * SIZE
+        with pytest.raises(InvalidRequestError, match=f"the limit of {2 * SIZE} "):
+            await case.read(*(source(image_bytes(seed)) for seed in (1, 2, 3)))
+
+
 async def test_images_of_one_request_beyond_the_memory_are_its_own_fault(case: Case) -> None:
     sources = [source(image_bytes(seed), param=f"part {seed}") for seed in range(4)]
     with pytest.raises(InvalidRequestError, match="--media-memory") as caught:
@@ -193,6 +262,60 @@ async def test_urls_of_other_hosts_name_the_part(model: PreparedModel, tmp_path:
         with pytest.raises(InvalidRequestError, match=r"^part: .*not among") as caught:
             await reader.read([source("http://169.254.169.254/", param="part")], 0, None)
         assert caught.value.param == "part"
+
+
+async def test_fetched_images_that_wait_to_be_processed_have_a_limit(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has half of the bytes that an image may have, and of the limit for all of them."""
+    size, fetched = 10_000, 0
+
+    async def fetch(url: str) -> bytes:
+        nonlocal fetched
+        fetched += 1
+        await asyncio.sleep(0)
+        return image_bytes(int(url[-1])).ljust(size // 2, b"x")
+
+    monkeypatch.setattr(case.reader, "_held_bytes", Turns(2 * size))
+    monkeypatch.setattr(
+        case.reader, "_config", msgspec.structs.replace(case.reader._config, max_image_bytes=size)
+    )
+    monkeypatch.setattr(case.reader._sources, "read", fetch)
+    await case.reader._turns.take()  # no image is processed
+    waiting = [asyncio.create_task(case.read(source(f"http://a.example/{n}"))) for n in range(8)]
+    await asyncio.sleep(0.2)
+    assert fetched == 3
+    waiting[0].cancel()
+    await asyncio.sleep(0.2)
+    assert fetched == 3, "the image is still processed"
+    case.reader._turns.give_back()
+    for task in waiting[1:]:
+        (image,) = await task
+        image.lease.release()
+    await case.reader._held_bytes.take(2 * size)
+
+
+async def test_the_images_of_a_request_have_a_time_limit_together(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fetch(url: str) -> bytes:
+        await asyncio.sleep(0.3)
+        return image_bytes(1)
+
+    (await case.load(1)).lease.release()
+    monkeypatch.setattr("api_server.media.reader.QUEUE_SECONDS", 0.0)
+    monkeypatch.setattr(
+        case.reader, "_config", msgspec.structs.replace(case.reader._config, media_timeout=0.4)
+    )
+    monkeypatch.setattr(case.reader._sources, "read", fetch)
+    sources = [source("http://a.example/", param=f"part {number}") for number in range(4)]
+    (held,) = await case.read(sources[0])
+    with pytest.raises(TimeLimitError, match=r"^part 2: .*within 0.8 s") as caught:
+        await case.read(*sources)
+    assert caught.value.param == "part 2"
+    held.lease.release()
+    case.reader._store.evict_unleased()
+    assert case.files == set(), "no lease is left"
 
 
 async def test_a_uuid_finds_the_image_of_its_tenant_and_salt(

@@ -3,13 +3,15 @@
 import asyncio
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpcore
 import pytest
 
-from api_server.media.remote import AllowedHosts, RemoteImages, is_public
+from api_server.media.remote import AllowedHosts, RemoteImages, is_public, resolve
 from proto.errors import InvalidRequestError
 from tests.fakes.certificates import Authority, needs_openssl
 
@@ -20,6 +22,8 @@ PRIVATE = [
     *("192.0.2.1", "198.18.0.1", "::", "::1", "fe80::1", "fe80::1%lo", "fc00::1", "fd12::1"),
     *("ff02::1", "2001:db8::1", "fec0::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254"),
     *("::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::"),
+    *("100.127.255.255", "168.63.129.16", "192.0.0.9", "192.0.0.192", "192.88.99.1"),
+    *("::ffff:168.63.129.16", "64:ff9b::a83f:8110"),
     *("2001:0:4136:e378:8000:63bf:3fff:fdd2", "nonsense", ""),
 ]
 
@@ -180,10 +184,15 @@ async def test_a_port_that_the_entry_names_is_in_the_host_header(server) -> None
         "http://[images.example/",
         "http://ｉmages.example\u3002other.example/",
         "http://" + "a" * 9000,
+        "http://a..images.example/",
+        "http://.images.example/",
+        "http://images.example../",
+        f"http://{'a' * 64}.images.example/",
+        f"http://{'a.' * 120}images.example/",
     ],
 )
 async def test_urls_of_other_hosts_are_refused_before_a_look_up(server, url: str) -> None:
-    case = Case(server)
+    case = Case(server, domains=["images.example", "*.images.example"])
     await case.error(url)
     assert (case.names.num_lookups, case.network.addresses) == (0, [])
 
@@ -279,6 +288,27 @@ async def test_failures_of_the_other_server_are_errors_of_the_request(
 async def test_an_unknown_name_is_an_error_of_the_request(server) -> None:
     case = Case(server, domains=["unknown.example"])
     assert "could not be fetched" in await case.error("https://unknown.example/")
+
+
+@pytest.mark.parametrize("host", ["a..example", f"{'a' * 64}.example"])
+async def test_names_that_cannot_be_encoded_have_no_address(host: str) -> None:
+    with pytest.raises(OSError, match="invalid name"):
+        await resolve(host, 80)
+
+
+async def test_look_ups_take_no_threads_of_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name servers do not answer, and yet an image is decoded on a thread."""
+    answer = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer.wait() and [])
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=1))
+    look_ups = [asyncio.create_task(resolve("a.example", 80)) for _ in range(3)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert await asyncio.to_thread(lambda: 1) == 1
+    finally:
+        answer.set()
+    assert await asyncio.gather(*look_ups) == [[], [], []]
 
 
 async def test_time_has_a_limit_over_all_redirects(server) -> None:
