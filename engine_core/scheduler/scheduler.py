@@ -496,7 +496,7 @@ class Scheduler:
         compute the step again.
         """
         self._observer.on_step_result(result)
-        outputs = self._result_pass.apply_result(output, result, self.step)
+        outputs = self._result_pass.apply_result(output, result, self._output_builder.step)
         if output.total_num_scheduled_tokens:
             self._learn_step_time(output.step, result.compute_seconds)
         return outputs
