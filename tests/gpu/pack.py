@@ -35,6 +35,7 @@ WHEELS: Final = (
     "msgspec",
     "openai-harmony",
     "opentelemetry-api",
+    "pillow",
     "pydantic",
     "pydantic_core",
     "pyzmq",

@@ -266,6 +266,7 @@ def test_every_dependency_is_packed_or_preinstalled() -> None:
         "anyio",
         "click",
         "h11",
+        "httpcore",
         "huggingface-hub",
         "packaging",
         "requests",
