@@ -442,7 +442,9 @@ class ResultPass:
             if request.scheduled_at is not None:
                 if not is_unfinished or not failed.has_other_pixels:
                     self._without_image.add(request.seq_id)
-                self._kv_transfer.discard_content_after(request, first)
+                # KV that it found when it began is that of others, who discard it if it is wrong.
+                found = 0 if request.num_preemptions else request.num_cached_tokens
+                self._kv_transfer.discard_content_after(request, max(first, found))
                 self._agent_sessions.drop_corrupt_prefix(request)
             if not is_unfinished:
                 continue

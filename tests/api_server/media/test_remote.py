@@ -91,7 +91,7 @@ def ok(body: bytes, *headers: str) -> bytes:
 
 
 class Network(httpcore.AnyIOBackend):
-    """Connects to the server, whatever the address; notes the addresses."""
+    """Connects to the server for any address, and notes the addresses."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
