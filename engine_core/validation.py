@@ -157,12 +157,22 @@ def _problem_of_image(
     num_tokens = prompt[feature.offset : feature.end].count(vision.image_token_id)
     if num_tokens != feature.num_embeds:
         return f"has {feature.num_embeds} rows for {num_tokens} tokens"
+    if vision.mrope_merge and not _has_grid(feature, vision.mrope_merge):
+        return f"has {feature.num_embeds} rows, and a grid of {list(feature.grid)}"
     if len(feature.mm_hash) != MM_HASH_BYTES:
         return f"has a hash of {len(feature.mm_hash)} bytes"
     name, shape = feature.pixels.name, feature.pixels.shape
     if not name or "/" in name or name.startswith(".") or not shape or min(shape) < 1:
         return "has no pixels"
     return ""
+
+
+def _has_grid(feature: MultiModalFeature, merge: int) -> bool:
+    """Return whether the rows are the squares of the grid of one frame."""
+    grid = feature.grid
+    if len(grid) != 3 or grid[0] != 1 or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+        return False
+    return grid[1] * grid[2] == feature.num_embeds * merge**2
 
 
 def _check_pooling(message: EngineCoreRequest, limits: RequestLimits) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from api_server.media.placeholders import TILED
+from api_server.media.placeholders import GRIDS, TILED
 from api_server.media.settings import inner, processor_settings, read_settings
 from proto.errors import ModelError, shown
 
@@ -30,6 +30,7 @@ _FOLDERS: Final = {
     "Gemma3ImageProcessor": "gemma3",
     "Idefics3ImageProcessor": "idefics3",
     "LlavaImageProcessor": "llava",
+    "Qwen2VLImageProcessor": "qwen2_vl",
     "SiglipImageProcessor": "siglip",
     "SmolVLMImageProcessor": "smolvlm",
 }
@@ -38,6 +39,7 @@ _DEFAULTS: Final = {
     "Idefics3ForConditionalGeneration": "Idefics3ImageProcessor",
     "SmolVLMForConditionalGeneration": "SmolVLMImageProcessor",
     "Gemma3ForConditionalGeneration": "Gemma3ImageProcessor",
+    **dict.fromkeys(GRIDS, "Qwen2VLImageProcessor"),
 }
 """Processor of an architecture whose settings name none."""
 
@@ -142,6 +144,7 @@ class ImageProcessor:
     def __init__(self, architecture: str, settings: Mapping[str, Any], tower: str = "") -> None:
         """Raises ModelError for a processor that is not known. tower: model type of the tower."""
         self._is_tiled = architecture in TILED
+        self._is_grid = architecture in GRIDS
         self._is_gemma = architecture.startswith("Gemma3")
         named = settings.get("image_processor_type") or settings.get("feature_extractor_type")
         if named is None:
@@ -171,7 +174,8 @@ class ImageProcessor:
     ) -> tuple["np.ndarray[Any, Any]", tuple[int, ...]]:
         """Return pixels [tiles, channels, height, width] in float32, and rows and columns of tiles.
 
-        detail: "low" leaves an image whole that would be divided.
+        Of Qwen-VL's models: patches [n, channels, height, width], and frames, rows and columns of
+        these. detail: "low" leaves an image whole that would be divided.
         """
         options: dict[str, Any] = {}
         if self._is_tiled:
@@ -182,7 +186,17 @@ class ImageProcessor:
             options["do_pan_and_scan"] = False
         images: Any = [[image]] if self._is_tiled else [image]
         batch = self._processor(images, do_convert_rgb=True, return_tensors="np", **options)
+        if self._is_grid:
+            return self._patches(batch)
         pixels = np.ascontiguousarray(batch["pixel_values"], dtype="<f4")
         if not self._is_tiled:
             return pixels, ()
         return pixels[0], (int(batch["rows"][0][0]), int(batch["cols"][0][0]))
+
+    def _patches(self, batch: Any) -> tuple["np.ndarray[Any, Any]", tuple[int, ...]]:
+        """Return what `process` does of patches whose pixels are there once for each frame."""
+        processor = self._processor
+        size = processor.patch_size
+        frames = batch["pixel_values"].reshape(-1, 3, processor.temporal_patch_size, size, size)
+        pixels = np.ascontiguousarray(frames[:, :, 0], dtype="<f4")
+        return pixels, tuple(map(int, batch["image_grid_thw"][0]))

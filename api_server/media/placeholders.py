@@ -9,6 +9,7 @@ tokenised. How many image tokens it has follows from the shape of the pixels and
 configuration, so it is what the vision part computes.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -19,6 +20,12 @@ from proto.messages.prepared_model import PreparedModel
 
 TILED: Final = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 """Architectures that divide an image into tiles."""
+GRIDS: Final = (
+    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+)
+"""Architectures whose images have a grid of patches of any size."""
 
 
 class Expansion(NamedTuple):
@@ -43,7 +50,8 @@ class Placeholders(ABC):
     def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
         """Return what replaces the placeholder.
 
-        shape: of the pixels, [tiles, channels, height, width]. grid: as in MultiModalFeature.
+        shape: of the pixels, [tiles or patches, channels, height, width]. grid: as in
+        MultiModalFeature.
         """
 
 
@@ -62,6 +70,21 @@ class RowPlaceholders(Placeholders):
         _, _, height, width = shape
         num_patches = (height // self._patch_size) * (width // self._patch_size)
         num_embeds = num_patches + self._num_extra
+        return Expansion(self.image_token * num_embeds, num_embeds)
+
+
+class GridPlaceholders(Placeholders):
+    """Qwen-VL: an image token for each square of patches; the template writes markers around it.
+
+    merge: patches of a side of a square.
+    """
+
+    def __init__(self, image_token: str, merge: int) -> None:
+        super().__init__(image_token, image_token)
+        self._merge = merge
+
+    def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
+        num_embeds = math.prod(grid) // self._merge**2
         return Expansion(self.image_token * num_embeds, num_embeds)
 
 
@@ -127,6 +150,8 @@ def read_placeholders(model: PreparedModel, token_text: Callable[[int], str]) ->
         drops_first = config.get("vision_feature_select_strategy", "default") == "default"
         num_extra = int(has_class_token) - int(drops_first)
         return RowPlaceholders(image_token, _positive(vision, "patch_size", 14), num_extra)
+    if architecture in GRIDS:
+        return GridPlaceholders(image_token, _positive(vision, "spatial_merge_size", 2))
     if architecture in TILED:
         scale, patch = _positive(config, "scale_factor", 2), _positive(vision, "patch_size", 32)
         fake, whole = "<fake_token_around_image>", "<global-img>"

@@ -4,7 +4,7 @@ It is read if worker/models/vision has its family, and the folder its tensors an
 its image processor; else the model loads as its language model alone. Its tensors get other names,
 the same for all versions of transformers that wrote the file:
 
-    vision_tower.…, vision_tower.vision_model.…, model.vision_model.…      vision.tower.…
+    vision_tower.…, model.vision_model.…, visual.…, model.visual.…         vision.tower.…
     multi_modal_projector.…, model.connector.…                             vision.projector.…
 """
 
@@ -24,6 +24,7 @@ IMAGES_FILE: Final = "preprocessor_config.json"
 PROCESSOR_FILE: Final = "processor_config.json"
 _PARTS: Final = (
     (re.compile(r"(?:model\.)?(?:vision_tower|vision_model)\.(?:vision_model\.)?"), TOWER),
+    (re.compile(r"(?:model\.)?visual\."), TOWER),
     (re.compile(r"(?:model\.)?(?:multi_modal_projector|connector)\."), PROJECTOR),
 )
 _IMAGE_TOKENS: Final = ("image_token_id", "image_token_index")
@@ -97,6 +98,7 @@ def vision_contents(
         image_token_id=image_token_id,
         max_embeds=spec.max_embeds,
         is_bidirectional=spec.is_bidirectional,
+        mrope_merge=spec.mrope_merge,
     )
     files = {IMAGES_FILE: images, PROCESSOR_FILE: processor}
     written = {name: json.dumps(each, indent=2).encode() for name, each in files.items() if each}

@@ -75,9 +75,10 @@ class EpochCounter:
         if models.model.source != self._template.model.source:
             other.adapters = None
         other.epoch = other.worker_epoch = next(self._epochs)
+        config = self._template.config
         other._template = changed(
             self._template,
-            model=models.model.served_with(self._template.config.media.max_images),
+            model=models.model.served_with(config.media.max_images, config.model.max_model_len),
             draft_model=models.draft_model,
             generation=other.epoch,
         )

@@ -34,7 +34,8 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
         takes a row in place of its embedding, in order.
     mm_hash: SHA-256 of the encoded image, of how it is processed, and of the tenant and the salt
         that may find it in a cache.
-    grid: sizes that the encoder needs besides the shape of the pixels, as its model counts them.
+    grid: sizes that the encoder needs besides the shape of the pixels, as its model counts them;
+        with M-RoPE frames, rows and columns of patches, which are [rows, columns, inside a square].
     """
 
     offset: int

@@ -215,12 +215,15 @@ class VisionFacts(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: id of the token whose embedding is replaced by a row of encoder output.
     max_embeds: most rows of the encoder output of one image.
     is_bidirectional: whether the tokens of an image attend to each other in both directions.
+    mrope_merge: of models whose image tokens have three positions (M-RoPE): patches of a side of the
+        square that becomes a row of encoder output. 0: tokens have one position.
     """
 
     architecture: str
     image_token_id: int
     max_embeds: int
     is_bidirectional: bool = False
+    mrope_merge: int = 0
 
 
 class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,10 +266,19 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     generation_settings: tuple[ModelSetting, ...] = ()
     vision: VisionFacts | None = None
 
-    def served_with(self, max_images: int) -> "PreparedModel":
-        """Return the facts for prompts of at most that many images: with 0, no vision part."""
-        if max_images or self.vision is None:
+    def served_with(self, max_images: int, max_model_len: int | None) -> "PreparedModel":
+        """Return the facts for prompts of at most that many images: with 0, no vision part.
+
+        max_model_len: tokens of a request, None for the model's. Images of any size have no more.
+        """
+        if self.vision is None:
             return self
+        if max_images:
+            most = min(self.vision.max_embeds, max_model_len or self.max_position)
+            if not self.vision.mrope_merge or most == self.vision.max_embeds:
+                return self
+            vision = msgspec.structs.replace(self.vision, max_embeds=most)
+            return msgspec.structs.replace(self, vision=vision)
         parts = (*self.unloaded_parts, "vision")
         return msgspec.structs.replace(self, vision=None, unloaded_parts=parts)
 

@@ -181,6 +181,7 @@ DEFAULT_POOL_SHARE: Final = 0.75
 CPU_STEP_TOKENS: Final = 256
 """Default token budget of a step on a CPU. An abort waits for the end of a step."""
 MIN_ENCODER_CACHE_ROWS: Final = 4096
+MAX_ENCODER_CACHE_ROWS: Final = 1 << 14
 """Rows of encoder output that workers keep at least, by default."""
 
 
@@ -269,7 +270,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def encoder_cache_rows(self, max_embeds: int) -> int:
         """Return the rows of encoder output that workers keep. max_embeds: of the largest image."""
-        return self.encoder_cache_size or max(4 * max_embeds, MIN_ENCODER_CACHE_ROWS)
+        several = min(4 * max_embeds, MAX_ENCODER_CACHE_ROWS)
+        return self.encoder_cache_size or max(several, max_embeds, MIN_ENCODER_CACHE_ROWS)
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

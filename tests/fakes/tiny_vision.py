@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -90,8 +91,8 @@ class VisionModel:
 
     architecture: transformers' class. text, vision, outside: settings of the language model, of the
     tower, and beside both. image_processor: how images become pixels. processor: transformers'
-    class that joins images and text; settings: its own. embeds: rows of encoder output of one tile.
-    placeholder: what a template writes for an image.
+    class that joins images and text; settings: its own. embeds: rows of encoder output of one tile,
+    or of the largest image. placeholder: what a template writes for an image.
     """
 
     architecture: str
@@ -138,6 +139,42 @@ def _tiled(name: str, image_processor: type) -> VisionModel:
     )
 
 
+_FRAMED: Final = f"{GEMMA_PLACEHOLDER}{IMAGE}<end_of_image>"
+
+
+def _grid(name: str, text: dict[str, Any], vision: dict[str, Any], processor: str) -> VisionModel:
+    """Return a model of Qwen-VL's; images have up to 18 squares of 8 pixels, long ones more."""
+    return VisionModel(
+        f"{name}ForConditionalGeneration",
+        _TEXT | text,
+        _GRID_TOWER | vision,
+        {"image_token_id": IMAGE_ID, "tie_word_embeddings": False},
+        Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 256, "longest_edge": 1152}, patch_size=4, merge_size=2
+        ),
+        processor,
+        61,
+        placeholder=_FRAMED,
+    )
+
+
+def _mrope(interleaved: bool, **others: Any) -> dict[str, Any]:
+    """Return the settings of a rotary embedding of eight frequencies."""
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [3, 3, 2], **others}
+    return {"rope_parameters": rope | ({"mrope_interleaved": True} if interleaved else {})}
+
+
+_GRID_TOWER: Final[dict[str, Any]] = {
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_heads": 3,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 64,
+}
+_WITH_POSITIONS: Final = {"num_position_embeddings": 25}
+
 VISION_MODELS: Final[dict[str, VisionModel]] = {
     "llava": _llava(
         "clip_vision_model",
@@ -170,8 +207,43 @@ VISION_MODELS: Final[dict[str, VisionModel]] = {
         {"image_seq_length": 9},
         GEMMA_PLACEHOLDER,
     ),
+    "qwen2_vl": _grid(
+        "Qwen2VL",
+        {"model_type": "qwen2_vl_text", **_mrope(False)},
+        {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2},
+        "Qwen2VLProcessor",
+    ),
+    "qwen2_5_vl": _grid(
+        "Qwen2_5_VL",
+        {"model_type": "qwen2_5_vl_text", **_mrope(False)},
+        {"window_size": 16, "fullatt_block_indexes": [1, 3]},
+        "Qwen2_5_VLProcessor",
+    ),
+    "qwen3_vl": _grid(
+        "Qwen3VL",
+        {"model_type": "qwen3_vl_text", **_mrope(True)},
+        {"deepstack_visual_indexes": [0, 2], **_WITH_POSITIONS},
+        "Qwen3VLProcessor",
+    ),
+    "qwen3_5": _grid(
+        "Qwen3_5",
+        {
+            "model_type": "qwen3_5_text",
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            **_mrope(True, partial_rotary_factor=0.5),
+        },
+        _WITH_POSITIONS,
+        "Qwen3VLProcessor",
+    ),
 }
 """By a name for tests. Images of the tiled ones have at most 2 x 2 tiles and the whole image."""
+GRIDS: Final = tuple(name for name, each in VISION_MODELS.items() if each.placeholder == _FRAMED)
+"""Those whose images have any size."""
 
 
 def save_vision_model(name: str, folder: Path, **changes: Any) -> Any:
@@ -192,8 +264,14 @@ def save_vision_model(name: str, folder: Path, **changes: Any) -> Any:
     model.generation_config.eos_token_id = END_ID
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    vision_processor(name).save_pretrained(folder)
     settings = json.loads(described.image_processor.to_json_string())
+    processor = vision_processor(name)
+    if name in GRIDS:
+        processor.tokenizer.save_pretrained(folder)
+        whole = {"processor_class": described.processor, "image_processor": settings}
+        (folder / "processor_config.json").write_text(json.dumps(whole, indent=2))
+    else:
+        processor.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
     return read_vision_model(folder)
 
@@ -280,7 +358,10 @@ def vision_processor(name: str) -> Any:
     """Return transformers' processor of a model."""
     described = VISION_MODELS[name]
     tokenizer = vision_tokenizer(described.placeholder)
-    return getattr(transformers, described.processor)(
+    cls = getattr(transformers, described.processor)
+    if name in GRIDS:  # without the processor of videos, which needs torchvision
+        cls = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: object})
+    return cls(
         image_processor=described.image_processor,
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
@@ -297,6 +378,19 @@ def reference_inputs(
     """
     batch = vision_processor(name)(images=[list(images)], text=[text], return_tensors="pt")
     return dict(batch)
+
+
+def pixels_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return pixels and grid of the only image of `reference_inputs`, as encoders take them.
+
+    Pixels of frames, which are the same, are there once.
+    """
+    pixels: torch.Tensor = inputs["pixel_values"]
+    if "image_grid_thw" in inputs:
+        frames = pixels.view(-1, 3, 2, 4, 4)
+        assert torch.equal(frames[:, :, 0], frames[:, :, 1])
+        return frames[:, :, 0].contiguous(), tuple(inputs["image_grid_thw"][0].tolist())
+    return (pixels[0] if pixels.dim() == 5 else pixels), ()
 
 
 def random_image(seed: int, width: int, height: int) -> Image.Image:

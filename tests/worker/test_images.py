@@ -33,6 +33,7 @@ from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.tiny_vision import (
     IMAGE_ID,
     VISION_MODELS,
+    pixels_of,
     random_image,
     reference_inputs,
     save_vision_model,
@@ -79,7 +80,7 @@ class Case:
         positions = iter(i for i, token in enumerate(self.prompt) if token == IMAGE_ID)
         for number, image in enumerate(self.images):
             alone = reference_inputs(self.name, [image], mark)
-            pixels: torch.Tensor = alone["pixel_values"][0]
+            pixels, grid = pixels_of(alone)
             pixels.numpy().astype("<f4").tofile(self.folder / f"0.{number}")
             own = [next(positions) for each in alone["input_ids"][0] if each == IMAGE_ID]
             yield MultiModalFeature(
@@ -88,13 +89,14 @@ class Case:
                 num_embeds=len(own),
                 mm_hash=bytes([number]) * 32,
                 pixels=SharedPixels(f"0.{number}", tuple(pixels.shape)),
+                grid=grid,
             )
 
     def another_first_image(self) -> None:
         """Replace the first image, but no token of the prompt."""
         name = VISION_MODELS[self.name].placeholder
         self.images[0] = random_image(7, *SIZES[0])
-        pixels = reference_inputs(self.name, [self.images[0]], name)["pixel_values"][0]
+        pixels, _ = pixels_of(reference_inputs(self.name, [self.images[0]], name))
         pixels.numpy().astype("<f4").tofile(self.folder / "0.7")
         first = self.features[0]
         self.features[0] = replace(
@@ -117,9 +119,8 @@ class Case:
             tokens.append(int(logits.argmax()))
             for key, value in (("input_ids", tokens[-1]), ("attention_mask", 1)):
                 inputs[key] = torch.cat((inputs[key], torch.tensor([[value]])), dim=1)
-            if "token_type_ids" in inputs:
-                types = inputs["token_type_ids"]
-                inputs["token_type_ids"] = torch.cat((types, types.new_zeros(1, 1)), dim=1)
+            for key in {"token_type_ids", "mm_token_type_ids"} & inputs.keys():
+                inputs[key] = torch.cat((inputs[key], inputs[key].new_zeros(1, 1)), dim=1)
         return tokens
 
     def config(self, dtype: str = "float32") -> ServeConfig:

@@ -101,12 +101,22 @@ class PromptImages:
     first_rows: for each image the index of its first position, then n.
     attend_end: int32 [num_prompt_tokens], as in AttentionInputs, where the tokens of an image see
         each other: adjacent ones of an image up to the last of them. None in other models.
+    rotary_positions: int64 [3, end of the last image], of M-RoPE: of the frame, the row and the
+        column of each token. Text after it has its position plus `rotary_shift`, three times. None
+        in other models.
+
+        an image of 2 x 3 rows of output      text   image               text
+        frame                                 0  1   2  2  2  2  2  2    5  6
+        row                                   0  1   2  2  2  3  3  3    5  6
+        column                                0  1   2  3  4  2  3  4    5  6     a shift of -3
     """
 
     features: list[MultiModalFeature]
     positions: NDArray[np.int64]
     first_rows: list[int]
     attend_end: NDArray[np.int32] | None
+    rotary_positions: NDArray[np.int64] | None = None
+    rotary_shift: int = 0
 
     @classmethod
     def of(
@@ -129,7 +139,28 @@ class PromptImages:
             last = is_last.nonzero()[0]
             run = np.searchsorted(last, np.arange(len(positions)))
             attend_end[positions] = positions[last[run]] + 1
-        return cls(features, positions, first_rows, attend_end)
+        if not vision.mrope_merge:
+            return cls(features, positions, first_rows, attend_end)
+        rotary = np.arange(features[-1].end).repeat(3).reshape(-1, 3).T.copy()
+        shift = 0
+        for feature, own in zip(features, found, strict=True):
+            _, height, width = feature.grid
+            height, width = height // vision.mrope_merge, width // vision.mrope_merge
+            assert height * width == len(own), "an image has one frame"
+            first = feature.offset + shift
+            rotary[:, feature.offset : feature.end] = first
+            rotary[1, own] += np.arange(height).repeat(width)
+            rotary[2, own] += np.tile(np.arange(width), height)
+            shift += max(height, width) - len(own)
+            rotary[:, feature.end :] = np.arange(feature.end, rotary.shape[1]) + shift
+        return cls(features, positions, first_rows, attend_end, rotary, shift)
+
+    def rotary_positions_at(self, first: int, end: int) -> NDArray[np.int64]:
+        """Return the rotary positions [3, n] of the tokens at [first, end), of M-RoPE."""
+        assert self.rotary_positions is not None
+        given = self.rotary_positions[:, first:end]
+        after = np.arange(first + given.shape[1], end) + self.rotary_shift
+        return np.concatenate((given, np.broadcast_to(after, (3, len(after)))), axis=1)
 
     def rows_of_step(self, first: int, end: int) -> list[ImageRows]:
         """Return what the tokens at [first, end) of the prompt take, in order."""
@@ -574,7 +605,35 @@ def build_inputs(
             if batch.images
             else ()
         ),
+        rotary_positions=(
+            _step_rotary_positions(batch, step_rows, query_start, num_computed, positions)
+            if batch.images
+            else None
+        ),
     )
+
+
+def _step_rotary_positions(
+    batch: InputBatch,
+    rows: NDArray[np.int64],
+    query_start: NDArray[np.int32],
+    num_computed: NDArray[np.int32],
+    positions: NDArray[np.int64],
+) -> NDArray[np.int64] | None:
+    """Return `StepInputs.rotary_positions`. The arguments are as there."""
+    found: NDArray[np.int64] | None = None
+    for index, row in enumerate(rows.tolist()):
+        if row not in batch.images or batch.images[row].rotary_positions is None:
+            continue
+        if found is None:
+            found = np.tile(positions, (3, 1))
+        begin, end = int(query_start[index]), int(query_start[index + 1])
+        first = int(num_computed[index])
+        own = batch.images[row].rotary_positions_at(first, first + end - begin)
+        found[:, begin:end] = own
+    if found is not None and (found == found[0]).all():
+        return found[0]
+    return found
 
 
 def _step_images(

@@ -77,6 +77,7 @@ class StepInputs:
     embeddings: (first token, float32 [n, hidden]) of each run of tokens that have given embeddings.
     adapters: of the tokens; None if none has one.
     images: rows of encoder outputs in place of embeddings.
+    rotary_positions: int64 [T], or [3, T] where tokens have several, of M-RoPE; None: `positions`.
     """
 
     token_ids: NDArray[np.int64]
@@ -91,6 +92,7 @@ class StepInputs:
     embeddings: tuple[tuple[int, NDArray[np.float32]], ...] = ()
     adapters: TokenAdapters | None = None
     images: tuple[ImageRows, ...] = ()
+    rotary_positions: NDArray[np.int64] | None = None
 
     @property
     def samples_every_token(self) -> bool:

@@ -422,6 +422,17 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
+class StackAddition(ctypes.Structure):
+    """TokendRowAddition of csrc/layers/stack.h."""
+
+    _fields_ = [
+        ("first", c_int64),
+        ("num_rows", c_int64),
+        ("num_layers", c_int64),
+        ("values", c_void_p),
+    ]
+
+
 class StackRun(ctypes.Structure):
     """TokendStackRun of csrc/layers/stack.h."""
 
@@ -445,6 +456,9 @@ class StackRun(ctypes.Structure):
         ("progress", c_void_p),
         ("adapters", c_void_p),
         ("adapter_scratch", c_void_p),
+        ("rotations", c_void_p),
+        ("num_additions", c_int64),
+        ("additions", c_void_p),
     ]
 
 

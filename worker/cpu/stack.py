@@ -22,6 +22,7 @@ from worker.cpu.kernel_structures import (
     RopeTable,
     RowNorm,
     Stack,
+    StackAddition,
     StackLayer,
     StackLinear,
     StackRecurrence,
@@ -40,7 +41,7 @@ from worker.layers.scratch import ByteBuffer
 from worker.models.attention import Attention
 from worker.models.composite import NoPart, ParallelMixer
 from worker.models.latent_attention import LatentAttention, LatentAttentionSpec
-from worker.models.layer_stack import DecoderLayer
+from worker.models.layer_stack import DecoderLayer, RowAddition
 from worker.models.mlp import Mlp
 from worker.models.moe import MoeMlp, report_mixtures
 from worker.models.parts import LayerPart
@@ -177,17 +178,17 @@ class KernelStack:
         return bool(adapters.groups) and adapters.description(num_rows).multiplies_outputs
 
     def run(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
-    ) -> torch.Tensor:
-        return self._call(hidden, positions, attention)
-
-    def _call(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        additions: Sequence[RowAddition] = (),
     ) -> torch.Tensor:
         assert hidden.is_contiguous()
         assert positions.is_contiguous()
-        assert (positions.shape, positions.dtype) == (hidden.shape[:1], torch.int64)
-        stack = self._description(len(hidden)).structure
+        assert (positions.shape[-1], positions.dtype) == (len(hidden), torch.int64)
+        description = self._description(len(hidden))
+        stack = description.structure
         assert hidden.shape[1] == stack.hidden_size
         assert self._record is None or len(hidden) <= self._record.shape[1]
         if self._residuals is not None:
@@ -195,7 +196,17 @@ class KernelStack:
             assert self._residuals.dtype == hidden.dtype
         run, dtype = self._run, DTYPE_CODES[hidden.dtype]
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
-        run.positions = positions.data_ptr()
+        run.positions, run.rotations = positions.data_ptr(), None
+        if positions.dim() > 1:
+            rotations = [rotary.at(positions) for rotary in description.rotaries]
+            addresses = [each.data_ptr() for each in rotations]
+            of_tables = (ctypes.c_void_p * len(addresses))(*addresses)
+            run.rotations = ctypes.addressof(of_tables)
+        run.num_additions = len(additions)
+        if additions:
+            added = [_described(each, hidden) for each in additions]
+            of_rows = (StackAddition * len(added))(*added)
+            run.additions = ctypes.addressof(of_rows)
         num_tokens = len(hidden)
         if self._has_states:
             assert isinstance(attention, AttentionWithStates), "the step has no states"
@@ -226,11 +237,21 @@ class KernelStack:
         return self._descriptions[bisect_right(self._from, num_rows) - 1]
 
 
+def _described(addition: RowAddition, hidden: torch.Tensor) -> StackAddition:
+    """Describe an addition, which must live until the kernel returns, to the residual `hidden`."""
+    values = addition.values
+    assert values.is_contiguous()
+    assert values.dtype == hidden.dtype
+    num_layers, rest = divmod(values.shape[1], hidden.shape[1])
+    assert rest == 0
+    return StackAddition(addition.first, len(values), num_layers, values.data_ptr())
+
+
 class StackDescription:
     """The layers as a `Stack`, for steps of at least `num_rows` tokens.
 
     Valid while the layers live. complete: whether kernels of ours compute every product and norm;
-    an incomplete description must not be run.
+    an incomplete description must not be run. rotaries: whose tables it has.
     """
 
     def __init__(self, hidden_size: int, layers: Sequence[DecoderLayer], num_rows: int) -> None:
@@ -243,6 +264,7 @@ class StackDescription:
         attentions = [part for part in _parts_of(layers) if isinstance(part, Mixer)]
         dense = next((layer.mlp.spec for layer in layers if isinstance(layer.mlp, Mlp)), None)
         rotaries = list(dict.fromkeys(attention.rotary for attention in attentions))
+        self.rotaries = rotaries
         recurrent = [part.spec for part in _parts_of(layers) if isinstance(part, RecurrentMixer)]
         self._state_sizes = [spec.state_floats for spec in recurrent]
         self._log_sizes = [spec.logged_floats for spec in recurrent]

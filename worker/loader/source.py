@@ -349,7 +349,7 @@ class WeightSource:
         """Return the rotary embedding with the frequency divisors of the file, if it has any."""
         if self._rope_factors is None or isinstance(rope, NoRope):
             return rope
-        return FactorsRope(rope.theta, self._rope_factors)
+        return FactorsRope(rope.theta, factors=self._rope_factors, axes=rope.axes)
 
     def _row_order(self, name: str) -> npt.NDArray[np.int64] | None:
         """Return HeadRows.order for this rank's rows of a weight."""

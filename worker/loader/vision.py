@@ -16,7 +16,11 @@ from worker.models.layer_device import LayerDevice
 from worker.models.registry import read_config
 from worker.models.vision import vision_spec
 from worker.models.vision.encoder import VisionEncoder, VisionWeights, unit_rows
+from worker.models.vision.grid_spec import GridSpec
+from worker.models.vision.grids import GridEncoder
 from worker.models.vision.spec import VisionSpec
+from worker.models.vision.tile_spec import TileSpec
+from worker.models.vision.tiles import TileEncoder
 
 IMAGES_FILE: Final = "preprocessor_config.json"
 
@@ -24,7 +28,8 @@ IMAGES_FILE: Final = "preprocessor_config.json"
 def read_vision_spec(prepared: PreparedModel) -> VisionSpec:
     """Return the vision part of a prepared model that has one; no weight is read.
 
-    Raises ModelError naming a setting that is not supported.
+    Images have at most the rows that the manifest says. Raises ModelError naming a setting that is
+    not supported.
     """
     assert prepared.vision is not None
     path = Path(prepared.folder, IMAGES_FILE)
@@ -32,7 +37,8 @@ def read_vision_spec(prepared: PreparedModel) -> VisionSpec:
         images = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {error}") from None
-    return vision_spec(prepared.vision.architecture, read_config(prepared), images)
+    spec = vision_spec(prepared.vision.architecture, read_config(prepared), images)
+    return spec.at_most(prepared.vision.max_embeds)
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,14 @@ class VisionBytes:
     """Memory of a vision part on one rank, in bytes.
 
     weights: as they are loaded. pixels: of the largest image. activations: of that image while it
-    is encoded, pixels and output not included. output: its rows.
+    is encoded, pixels and output not included. output: its rows. row_numbers: of one of these.
     """
 
     weights: int
     pixels: int
     activations: int
     output: int
+    row_numbers: int
 
 
 def vision_bytes(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevice) -> VisionBytes:
@@ -60,6 +67,7 @@ def vision_bytes(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevic
         spec.pixel_bytes,
         spec.activation_bytes(size) + spec.unit_bytes(size, unit_rows(device)),
         spec.output_bytes(size),
+        spec.row_numbers,
     )
 
 
@@ -71,7 +79,12 @@ def load_vision(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevice
     """
     spec = read_vision_spec(prepared)
     weights = _FileWeights(prepared, spec, dtype, device)
-    encoder = VisionEncoder(spec, weights)
+    encoder: VisionEncoder
+    if isinstance(spec, GridSpec):
+        encoder = GridEncoder(spec, weights)
+    else:
+        assert isinstance(spec, TileSpec)
+        encoder = TileEncoder(spec, weights)
     weights.release()
     return encoder
 
@@ -119,9 +132,11 @@ class _FileWeights(VisionWeights):
     def transposed_linear(self, name: str) -> Linear:
         return self.device.linear(self.tensor(name).t().contiguous())
 
-    def layer_norm(self, name: str, eps: float) -> Norm:
-        weight, bias = self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias")
-        return self.device.norm(NormWeight(weight, eps, True, bias))
+    def norm(self, name: str, eps: float) -> Norm:
+        weight, bias = self.tensor(f"{name}.weight"), f"{name}.bias"
+        if bias not in self._shapes:
+            return self.device.norm(NormWeight(weight, eps))
+        return self.device.norm(NormWeight(weight, eps, True, self.tensor(bias)))
 
     def centred_rms_norm(self, name: str, eps: float) -> Norm:
         # a GGUF file stores the sum

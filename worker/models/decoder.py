@@ -14,7 +14,7 @@ from worker.layers.embedding import Embedding, EncoderInput
 from worker.layers.layer_progress import LayerProgress
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
-from worker.models.layer_stack import LayerStack
+from worker.models.layer_stack import LayerStack, RowAddition
 from worker.models.spec import ModelSpec
 
 
@@ -76,11 +76,13 @@ class Decoder:
         token_types: torch.Tensor | None = None,
         embeddings: Sequence[tuple[int, torch.Tensor]] = (),
     ) -> torch.Tensor:
-        """Return hidden states [T, hidden], not yet normed, for int64 [T] token ids and positions.
+        """Return hidden states [T, hidden], not yet normed, for int64 [T] token ids.
 
-        Positions are below the model's length. `attention` writes every token's key and value and
-        attends for the whole batch. token_types: int64 [T], of an encoder's tokens; None: all 0.
-        embeddings: (first token, rows [n, hidden]) in place of the scaled embedding of n tokens.
+        positions: rotary ones, int64 [T] or in M-RoPE [3, T], below the model's length. `attention`
+        writes every token's key and value and attends for the whole batch. token_types: int64 [T],
+        of an encoder's tokens; None: all 0. embeddings: (first token, rows [n, hidden]) in place of
+        the scaled embedding of n tokens; wider rows have what the first layers add after it
+        (RowAddition).
         """
         if isinstance(self._embedding, EncoderInput):
             hidden = self._embedding(token_ids, positions, token_types)
@@ -88,11 +90,16 @@ class Decoder:
             hidden = self._embedding(token_ids)
             if self.adapters is not None and self.adapters.groups:
                 self.adapters.embed(token_ids, hidden, self._embedding)
+        size = hidden.shape[1]
+        additions = []
         for first, rows in embeddings:
-            hidden[first : first + len(rows)] = rows
+            hidden[first : first + len(rows)] = rows[:, :size]
+            if rows.shape[1] > size:
+                values = rows[:, size:].to(hidden.dtype).contiguous()
+                additions.append(RowAddition(first, values))
         num_rows = len(token_ids)
         stack = next(stack for stack in self._stacks if stack.takes(num_rows, attention))
-        return stack.run(hidden, positions, attention)
+        return stack.run(hidden, positions, attention, additions)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,18 @@ class DecoderLayer:
     mlp_sum_norm: Norm | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RowAddition:
+    """What the first layers add to the residual of some rows (Meng et al., DeepStack, 2024).
+
+    first: the first of the rows. values: [rows, layers * hidden], in the residual's dtype; the part
+    of layer i is added after it, for all layers that there are parts of.
+    """
+
+    first: int
+    values: torch.Tensor
+
+
 class LayerStack(Protocol):
     """All layers of a model."""
 
@@ -43,12 +55,17 @@ class LayerStack(Protocol):
         ...
 
     def run(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        additions: Sequence[RowAddition] = (),
     ) -> torch.Tensor:
         """Return hidden states [T, hidden] for embedded tokens of that shape, contiguous.
 
-        positions: int64 [T], contiguous; raises IndexError for one beyond the model's length.
-        `attention` has planned the step. The memory of `hidden` may be reused.
+        positions: rotary ones, int64 [T] or in M-RoPE [3, T], contiguous; raises IndexError for one
+        beyond the model's length. `attention` has planned the step. The memory of `hidden` may be
+        reused. additions: what is added to the residual of some rows between layers.
         """
         ...
 
@@ -94,7 +111,11 @@ class EagerLayers:
         self._progress = progress
 
     def run(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        additions: Sequence[RowAddition] = (),
     ) -> torch.Tensor:
         progress = self._progress
         context = ForwardContext(positions, attention, self._memory)
@@ -111,6 +132,8 @@ class EagerLayers:
             hidden = layer.mlp.add_to(hidden, x, context)
             if layer.mlp_sum_norm:
                 hidden = layer.mlp_sum_norm(hidden)
+            for addition in additions:
+                _add_after(number, addition, hidden)
             if progress is not None:
                 progress.end_layer(number)
         self._record(len(self.layers), hidden)
@@ -120,3 +143,11 @@ class EagerLayers:
         """Copy the residual [T, hidden] before a layer to the records that want it."""
         for record in self._residuals.get(layer, ()):
             record[: len(residual)] = residual
+
+
+def _add_after(layer: int, addition: RowAddition, residual: torch.Tensor) -> None:
+    """Add what follows a layer to the residual [T, hidden]."""
+    size = residual.shape[1]
+    part = addition.values[:, layer * size : (layer + 1) * size]
+    if part.shape[1]:
+        residual[addition.first : addition.first + len(part)] += part

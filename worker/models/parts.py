@@ -272,7 +272,7 @@ class ForwardContext:
         attention: AttentionBackend,
         memory: ByteBuffer,
     ) -> None:
-        """memory: for a kernel, which needs it until it returns."""
+        """positions: as in LayerStack.run. memory: for a kernel, until it returns."""
         self.attention = attention
         self.memory = memory
         self._positions = positions
@@ -289,8 +289,9 @@ class ForwardContext:
     def query_scales(self, rotary: RotaryEmbedding) -> torch.Tensor | None:
         """Return the factor of each token's query, float32 [T]; None if all are 1."""
         if rotary not in self._query_scales:
-            table = rotary.query_scales
-            scales = None if table is None else table.index_select(0, self._positions)
+            table, positions = rotary.query_scales, self._positions
+            assert table is None or positions.dim() == 1, "no model with M-RoPE scales queries"
+            scales = None if table is None else table.index_select(0, positions)
             self._query_scales[rotary] = scales
         return self._query_scales[rotary]
 

@@ -98,6 +98,13 @@ def _transformers_spec(
             "which reports no experts",
             "enable_return_routed_experts",
         )
+    if prepared.vision is not None and prepared.vision.mrope_merge:
+        raise ConfigError(
+            f"--model-impl transformers: images of {prepared.vision.architecture} have three "
+            "positions, which only tokend's own code computes; --limit-mm-per-prompt "
+            "'{\"image\": 0}' serves it for text",
+            "model_impl",
+        )
     # transformers takes a second to import, and families of tokend's own do not need it
     from worker.models.transformers_model import spec_of_transformers
 

@@ -7,40 +7,44 @@ each kind.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
 
 _DEFAULT_THETA = 10_000.0
-_IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
-"""Which dimensions rotate by which of the three positions of a part of an image.
-
-The three are one and the same for a token of text, so these keys, and a `type` "mrope", change
-nothing.
-"""
+MROPE_AXES: Final = 3
+"""Positions of a token of an image: of frame, row and column (M-RoPE; Wang et al., Qwen2-VL)."""
 
 
 @dataclass(frozen=True)
-class DefaultRope:
+class _Rotating:
+    """What all rotary embeddings have that rotate.
+
+    theta: base of the frequencies. axes: of M-RoPE, for each frequency which of the three positions
+    of a token it counts; a token of text has one position three times. Empty: tokens have one.
+    """
+
+    theta: float
+    axes: tuple[int, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class DefaultRope(_Rotating):
     """Rotary embedding with frequencies theta^(-2i/d) (Su et al., RoFormer, section 3.4)."""
 
-    theta: float
-
 
 @dataclass(frozen=True)
-class LinearRope:
+class LinearRope(_Rotating):
     """Rotary embedding with positions divided by `factor` (Chen et al., Position Interpolation)."""
 
-    theta: float
     factor: float
 
 
 @dataclass(frozen=True)
-class Llama3Rope:
+class Llama3Rope(_Rotating):
     """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between."""
 
-    theta: float
     factor: float
     low_freq_factor: float
     high_freq_factor: float
@@ -48,7 +52,7 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True)
-class YarnRope:
+class YarnRope(_Rotating):
     """YaRN (Peng et al., sections 3.2 to 3.4).
 
     beta_fast, beta_slow: rotations over the original length between which the ramp lies.
@@ -60,7 +64,6 @@ class YarnRope:
         1 if the configuration has no mscale_all_dim.
     """
 
-    theta: float
     factor: float
     original_max_position: int
     beta_fast: float
@@ -72,13 +75,12 @@ class YarnRope:
 
 
 @dataclass(frozen=True)
-class FactorsRope:
+class FactorsRope(_Rotating):
     """Frequencies divided by factors [rotary_dim / 2], as in LongRoPE (Ding et al.).
 
     attention_factor: multiplies cosines and sines.
     """
 
-    theta: float
     factors: tuple[float, ...]
     attention_factor: float = 1.0
 
@@ -188,11 +190,34 @@ def _rope_from_values(
     kind = rope.get("rope_type") or kind or "default"
     rope.must_be("max_position_embeddings", max_position)
     rope.get("partial_rotary_factor")  # see rotary_dim_from_config
-    for name in _IMAGE_KEYS:
-        rope.get(name)
+    axes = mrope_axes(rope)
     parsed = _parse(rope, kind, theta, max_position)
     rope.refuse_unread()
-    return parsed
+    return replace(parsed, axes=axes)
+
+
+def mrope_axes(rope: ConfigReader) -> tuple[int, ...]:
+    """Return `axes` of a rotary embedding; () without M-RoPE. Raises ModelError.
+
+    mrope_section [2, 3, 3]      0 0 1 1 1 2 2 2
+    interleaved                  0 1 2 0 1 2 1 2      1 and 2 at every third place, 0 elsewhere
+    """
+    sections, interleaved = rope.get("mrope_section"), rope.flag("mrope_interleaved", False)
+    if sections is None:
+        return ()
+    if (
+        not isinstance(sections, list)
+        or len(sections) != MROPE_AXES
+        or not all(type(each) is int and 0 <= each < 1 << 16 for each in sections)
+    ):
+        raise rope.refusal("mrope_section", sections, f"{MROPE_AXES} whole numbers are needed")
+    if not interleaved:
+        return tuple(axis for axis, number in enumerate(sections) for _ in range(number))
+    axes = [0] * sum(sections)
+    for axis in range(1, MROPE_AXES):
+        for place in range(axis, min(MROPE_AXES * sections[axis], len(axes)), MROPE_AXES):
+            axes[place] = axis
+    return tuple(axes)
 
 
 def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> RotatingRope:

@@ -14,8 +14,10 @@ import math
 
 import torch
 
+from proto.errors import ModelError
 from worker.attention.backend import Rotation
 from worker.models.rope import (
+    MROPE_AXES,
     DefaultRope,
     FactorsRope,
     LinearRope,
@@ -30,7 +32,8 @@ from worker.models.rope import (
 class RotaryEmbedding:
     """Cosines and sines of every position up to the model's length.
 
-    rotary_dim: dimensions of a head that rotate; 0: all of them.
+    rotary_dim: dimensions of a head that rotate; 0: all of them. Raises ModelError if the positions
+    of M-RoPE are for another number of them.
     """
 
     def __init__(
@@ -49,6 +52,15 @@ class RotaryEmbedding:
             angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
             table[:, 0, : rotary_dim // 2] = angles.cos() * magnitude
             table[:, 1, : rotary_dim // 2] = angles.sin() * magnitude
+            if rope.axes and len(rope.axes) != rotary_dim // 2:
+                raise ModelError(
+                    f"mrope_section is for {len(rope.axes)} frequencies, and heads have "
+                    f"{rotary_dim // 2}"
+                )
+            self._columns = [
+                torch.tensor([i for i, each in enumerate(rope.axes) if each == axis], device=device)
+                for axis in range(1, MROPE_AXES)
+            ]
         self.table = table.to(device)
         """Float32 [max_position, 2, head_dim / 2], contiguous."""
         self.query_scales: torch.Tensor | None = None
@@ -59,8 +71,16 @@ class RotaryEmbedding:
             self.query_scales = scales.to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """Return the rotation of each token for positions int64 [T]; called once per step."""
-        return self.table.index_select(0, positions)
+        """Return the rotation of each token, called once per step.
+
+        positions: int64 [T], or [3, T] where some tokens have three different ones (M-RoPE).
+        """
+        if positions.dim() == 1:
+            return self.table.index_select(0, positions)
+        rotation = self.table.index_select(0, positions[0])
+        for places, columns in zip(positions[1:], self._columns, strict=True):
+            rotation[..., columns] = self.table.index_select(0, places)[..., columns]
+        return rotation
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation, first_dim: int = 0) -> torch.Tensor:

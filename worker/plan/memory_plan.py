@@ -494,7 +494,7 @@ def _vision_memory(setup: ModelSetup) -> tuple[int, Counter[str]]:
     cached = config.scheduler.encoder_cache_rows(vision.max_embeds)
     work = {
         "encoding an image": of_image.pixels + of_image.activations + of_image.output,
-        "encoder outputs": cached * setup.spec.hidden_size * _FLOAT32,
+        "encoder outputs": cached * of_image.row_numbers * _FLOAT32,
     }
     return (
         num_ranks * of_image.weights,

@@ -231,11 +231,14 @@ class ModelRunner:
         expert_slots: list[NDArray[np.int64]] = []
         if self._experts is not None:
             spans, expert_slots = self._expert_spans(self._experts, step, inputs, seq_ids)
-        arrays = [inputs.token_ids, inputs.positions, inputs.sample_tokens, *block_copies]
+        rotary = inputs.rotary_positions
+        places = inputs.positions if rotary is None else rotary
+        arrays = [inputs.token_ids, places, inputs.sample_tokens, *block_copies]
         given = [rows for _, rows in inputs.embeddings] if inputs.embeddings else ()
         token_ids, positions, sample_tokens, sources, targets, *others = self.transfers.to_device(
             [*arrays, *expert_slots, *self._arrays_beside(inputs), *given]
         )
+        positions = positions.view(places.shape)
         if block_copies.size:
             self._copy_blocks(sources, targets, block_copies)
         beside = others[len(expert_slots) :]

@@ -203,9 +203,27 @@ class Layers {
         const int64_t size = Space::rotary_dim(stack_);
         for (int64_t index = 0; index < stack_.num_rope_tables; index++)
             each_row([&](int64_t row) {
-                const float* from = stack_.rope_tables[index].table + run_.positions[row] * size;
+                const float* from = run_.rotations
+                                        ? run_.rotations[index] + row * size
+                                        : stack_.rope_tables[index].table + run_.positions[row] * size;
                 std::copy_n(from, size, rotation(index, row));
             });
+    }
+
+    // Adds to the residual of some rows what follows a layer.
+    void add_after(int64_t layer) {
+        const int64_t row_bytes = stack_.hidden_size * bytes_of(run_.dtype);
+        for (int64_t index = 0; index < run_.num_additions; index++) {
+            const TokendRowAddition& addition = run_.additions[index];
+            if (layer >= addition.num_layers) continue;
+            each_row([&](int64_t row) {
+                const int64_t own = row - addition.first;
+                if (own < 0 || own >= addition.num_rows) return;
+                const int64_t part = own * addition.num_layers + layer;
+                const char* from = static_cast<const char*>(addition.values) + part * row_bytes;
+                accumulate_row(run_.dtype, stack_.hidden_size, from, hidden(row));
+            });
+        }
     }
 
     // Copies the residual before a layer to the memory of each entry of `recorded` that names the layer.
@@ -579,7 +597,7 @@ extern "C" int64_t tokend_stack_bytes(
 }
 
 extern "C" int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* run) {
-    for (int64_t row = 0; row < run->num_rows; row++)
+    for (int64_t row = 0; row < run->num_rows && !run->rotations; row++)
         for (int64_t index = 0; index < stack->num_rope_tables; index++)
             if (run->positions[row] < 0 || run->positions[row] >= stack->rope_tables[index].num_positions) return row;
     const TokendRecurrenceRun* recurrence = run->recurrence;
@@ -593,6 +611,7 @@ extern "C" int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* ru
             layers.record_residual(layer);
             layers.await_load(layer);
             layers.layer(layer);
+            layers.add_after(layer);
             layers.note_computed(layer);
         }
         layers.record_residual(stack->num_layers);

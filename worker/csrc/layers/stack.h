@@ -152,6 +152,14 @@ struct TokendLayerProgress {
     uint32_t computed;  // layers whose K and V are written, set by the run
 };
 
+// What the first layers add to the residual of neighbouring rows.
+struct TokendRowAddition {
+    int64_t first;
+    int64_t num_rows;
+    int64_t num_layers;  // layer i of these adds its part after itself
+    const void* values;  // [num_rows, num_layers, hidden_size], of the residual's type
+};
+
 struct TokendStackRun {
     int64_t dtype;  // of hidden: 0 float32, 1 bfloat16
     int64_t num_rows;
@@ -172,6 +180,9 @@ struct TokendStackRun {
     TokendLayerProgress* progress;  // of a step whose KV is loaded or saved layer by layer; or null
     const TokendStepAdapters* adapters;  // of the rows, without gains; or null
     void* adapter_scratch;               // tokend_adapters_bytes, aligned to 64
+    const float* const* rotations;  // of each table those of the rows, [num_rows, 2, n / 2], in place of positions; or null
+    int64_t num_additions;
+    const TokendRowAddition* additions;
 };
 
 // Returns the bytes of scratch memory for a run of `num_rows` rows. num_tokens: the rows, and logged tokens that

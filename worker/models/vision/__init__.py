@@ -1,6 +1,7 @@
 """Vision parts of models: one file a family, found by its architecture in double quotes.
 
-spec.py describes the arithmetic and encoder.py computes it. docs/extending.md says how to add one.
+spec.py describes the arithmetic and encoder.py computes it; tile_spec.py and tiles.py, grid_spec.py
+and grids.py have the kinds of towers. docs/extending.md says how to add one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from proto.errors import ModelError, shown
 from worker.models.vision.spec import VisionConfig, VisionFamily, VisionSpec
 
 _FOLDER: Final = Path(__file__).parent
-_OTHER_FILES: Final = ("spec", "encoder")
+_OTHER_FILES: Final = ("spec", "encoder", "tile_spec", "tiles", "grid_spec", "grids")
 
 
 @cache

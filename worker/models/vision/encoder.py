@@ -4,33 +4,32 @@ An image is encoded in many small units, each a range of rows in a stage of a la
 
     patches    pixels of the rows, their product, positions
     keys       norm, queries, keys and values of the rows                       for each layer
-    mixing     attention of the rows to their whole tile, its product, MLP      for each layer
+    mixing     attention of the rows to what they see, its product, MLP         for each layer
     outputs    the projector's rows
 
 `Encoding.advance` computes some of them, so a step may stop anywhere. The units are the same
 however they are divided into slices, and so are all bits of the output, as long as the number of
 threads does not change. A unit has rows of one tile, or whole tiles where these are small.
+
+tiles.py and grids.py have the two kinds of encoders.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from worker.attention.backend import Rotation
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
 from worker.models.layer_device import LayerDevice
-from worker.models.vision.spec import (
-    PROJECTOR,
-    TOWER,
-    MlpProjector,
-    PoolProjector,
-    ShuffleProjector,
-    TowerSpec,
-    VisionActivation,
-    VisionSpec,
-)
+from worker.models.rotary import rotate
+from worker.models.vision.spec import VisionActivation, VisionSpec
 
 _UNIT_ROWS: Final = 64
 """Rows of a unit on a device whose results are there when a call returns: enough for a product to
@@ -63,8 +62,8 @@ class VisionWeights(Protocol):
         """Read the product with a matrix that is stored as [in, out]."""
         ...
 
-    def layer_norm(self, name: str, eps: float) -> Norm:
-        """Read the LayerNorm NAME.weight, NAME.bias."""
+    def norm(self, name: str, eps: float) -> Norm:
+        """Read the LayerNorm NAME.weight, NAME.bias, or without a bias the RMSNorm."""
         ...
 
     def centred_rms_norm(self, name: str, eps: float) -> Norm:
@@ -77,7 +76,7 @@ def unit_rows(device: LayerDevice) -> int:
     return _UNIT_ROWS if device.has_results else _ALL_ROWS
 
 
-def _activation(
+def vision_activation(
     name: VisionActivation, device: LayerDevice
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     match name:
@@ -89,212 +88,142 @@ def _activation(
             return device.gate(name, is_gated=False)
 
 
-class _Layer:
-    """A layer of a tower with its weights."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the tokens of an image lie in a tower.
 
-    def __init__(self, spec: TowerSpec, number: int, weights: VisionWeights) -> None:
-        prefix = f"{TOWER}encoder.layers.{number}."
-        attention = f"{prefix}self_attn."
-        self._heads, self._head_dim = spec.num_heads, spec.hidden_size // spec.num_heads
-        self._norm1 = weights.layer_norm(f"{prefix}layer_norm1", spec.norm_eps)
-        self._norm2 = weights.layer_norm(f"{prefix}layer_norm2", spec.norm_eps)
-        self._qkv = weights.linear(*(f"{attention}{name}_proj" for name in "qkv"))
-        self._out = weights.linear(f"{attention}out_proj")
-        self._fc1, self._fc2 = (weights.linear(f"{prefix}mlp.{name}") for name in ("fc1", "fc2"))
-        self._activation = _activation(spec.activation, weights.device)
+    num_tiles, num_tokens: tiles, whose tokens do not see those of others, and tokens of each.
+    num_embeds: rows of output of each tile. rows_per_line: units of these begin at its multiples.
+    windows: where the windows of a tile begin, and the number of tokens: in layers with windows a
+        token sees those of its own. Empty without such layers.
+    rotations: of queries and keys, float32 [num_tokens, 2, size of a head / 2]; None: none.
+    embed_order: int64 [num_embeds], places of the rows of a tile; None: in their order.
+    places: row and column of each patch, int64 [num_tokens, 2]. sides: rows and columns of patches.
+    """
 
-    def compute_keys(self, residual: torch.Tensor, qkv: torch.Tensor) -> None:
-        """Write queries, keys and values [tiles, rows, 3 * hidden] of these rows."""
-        own = residual.view(-1, residual.shape[-1])
-        self._qkv.into(self._norm1(own), qkv.view(-1, qkv.shape[-1]))
+    num_tiles: int
+    num_tokens: int
+    num_embeds: int
+    rows_per_line: int = 1
+    windows: Sequence[int] = ()
+    rotations: Rotation | None = None
+    embed_order: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    sides: tuple[int, int] = (0, 0)
 
-    def mix(self, residual: torch.Tensor, rows: slice, qkv: torch.Tensor) -> None:
+
+class TowerLayer:
+    """A layer of a tower with its weights.
+
+    norms: before attention and MLP. qkv: to query, key and value heads. out: of the attention.
+    inner, activation, down: the MLP. has_windows: tokens see those of their own window only.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        norms: Sequence[Norm],
+        qkv: Linear,
+        out: Linear,
+        inner: Linear,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        down: Linear,
+        has_windows: bool = False,
+    ) -> None:
+        self.has_windows = has_windows
+        self._num_heads = num_heads
+        self._norm1, self._norm2 = norms
+        self._qkv, self._out, self._inner, self._down = qkv, out, inner, down
+        self._activation = activation
+
+    def compute_keys(
+        self, residual: torch.Tensor, qkv: torch.Tensor, rotations: Rotation | None
+    ) -> None:
+        """Write queries, keys and values [tiles, rows, 3 * hidden] of these rows.
+
+        rotations: of the rows; None: of none.
+        """
+        own, size = residual.view(-1, residual.shape[-1]), residual.shape[-1]
+        flat = qkv.view(-1, 3 * size)
+        self._qkv.into(self._norm1(own), flat)
+        if rotations is not None:
+            heads = flat[:, : 2 * size].unflatten(1, (2 * self._num_heads, -1))
+            heads.copy_(rotate(heads, rotations))
+
+    def mix(
+        self, residual: torch.Tensor, rows: slice, qkv: torch.Tensor, windows: Sequence[int]
+    ) -> None:
         """Add attention and MLP to these rows of the residual [tiles, rows, hidden].
 
-        qkv: of whole tiles.
+        qkv: of whole tiles. windows: as in Layout.
         """
         tiles, tokens, _ = qkv.shape
-        heads = qkv.view(tiles, tokens, 3, self._heads, self._head_dim).permute(2, 0, 3, 1, 4)
+        heads = qkv.view(tiles, tokens, 3, self._num_heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
-        mixed = F.scaled_dot_product_attention(query[:, :, rows], key, value)
-        own = residual.view(-1, residual.shape[-1])
-        own.copy_(self._out.add_to(own, mixed.transpose(1, 2).reshape(own.shape)))
-        inner = self._activation(self._fc1(self._norm2(own)))
-        own.copy_(self._fc2.add_to(own, inner))
+        bounds = windows if self.has_windows else (0, tokens)
+        parts = []
+        for index in range(bisect_right(bounds, rows.start) - 1, len(bounds) - 1):
+            first, end = bounds[index], bounds[index + 1]
+            if first >= rows.stop:
+                break
+            own = query[:, :, max(first, rows.start) : min(end, rows.stop)]
+            seen = slice(first, end)
+            parts.append(F.scaled_dot_product_attention(own, key[:, :, seen], value[:, :, seen]))
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        flat = residual.view(-1, residual.shape[-1])
+        flat.copy_(self._out.add_to(flat, mixed.transpose(1, 2).reshape(flat.shape)))
+        flat.copy_(self._down.add_to(flat, self._activation(self._inner(self._norm2(flat)))))
 
 
-class _MlpProjection:
-    """MlpProjector with its weights."""
-
-    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
-        projector = spec.projector
-        assert isinstance(projector, MlpProjector)
-        size, out = spec.tower.hidden_size * len(projector.feature_layers), spec.output_size
-        self.flops_per_row = 2 * (size + out) * out
-        self._skipped = int(projector.drops_first_token)
-        self._first, self._second = (
-            weights.linear(f"{PROJECTOR}{name}") for name in ("linear_1", "linear_2")
-        )
-        self._activation = _activation(projector.activation, weights.device)
-
-    def rows_per_line(self, side: int) -> int:
-        return 1
-
-    def project(self, features: Sequence[torch.Tensor], rows: slice, side: int) -> torch.Tensor:
-        tokens = slice(rows.start + self._skipped, rows.stop + self._skipped)
-        joined = torch.cat([each[:, tokens] for each in features], dim=-1)
-        return self._second(self._activation(self._first(joined.flatten(0, 1))))
-
-
-class _SquareProjection:
-    """Output rows of squares of patches, of which a line of the output has whole ones."""
-
-    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
-        assert isinstance(spec.projector, ShuffleProjector | PoolProjector)
-        self._scale = spec.projector.scale
-        self._norm = weights.layer_norm(f"{TOWER}post_layernorm", spec.tower.norm_eps)
-
-    def rows_per_line(self, side: int) -> int:
-        return side // self._scale
-
-    def squares(self, residual: torch.Tensor, rows: slice, side: int) -> torch.Tensor:
-        """Return the normed patches [output rows, scale, scale, hidden] of each output row."""
-        scale, line, size = self._scale, side // self._scale, residual.shape[-1]
-        lines = slice(rows.start // line, rows.stop // line)
-        patches = residual[:, lines.start * scale * side : lines.stop * scale * side]
-        normed = self._norm(patches.reshape(-1, size))
-        cut = normed.view(-1, lines.stop - lines.start, scale, line, scale, size)
-        return cut.permute(0, 1, 3, 2, 4, 5).flatten(0, 2)
-
-
-class _ShuffleProjection(_SquareProjection):
-    """ShuffleProjector with its weights."""
-
-    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
-        super().__init__(spec, weights)
-        self.flops_per_row = 2 * self._scale**2 * spec.tower.hidden_size * spec.output_size
-        self._product = weights.linear(f"{PROJECTOR}modality_projection.proj")
-
-    def project(self, features: Sequence[torch.Tensor], rows: slice, side: int) -> torch.Tensor:
-        return self._product(self.squares(features[0], rows, side).flatten(1))
-
-
-class _PoolProjection(_SquareProjection):
-    """PoolProjector with its weights."""
-
-    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
-        super().__init__(spec, weights)
-        size, name = spec.tower.hidden_size, f"{PROJECTOR}mm_soft_emb_norm"
-        self.flops_per_row = 2 * size * spec.output_size
-        self._pooled_norm = weights.centred_rms_norm(name, spec.tower.norm_eps)
-        self._product = weights.transposed_linear(f"{PROJECTOR}mm_input_projection_weight")
-
-    def project(self, features: Sequence[torch.Tensor], rows: slice, side: int) -> torch.Tensor:
-        squares = self.squares(features[0], rows, side)
-        pooled = squares.mean(dim=(1, 2), dtype=torch.float32).to(squares.dtype)
-        return self._product(self._pooled_norm(pooled))
-
-
-_PROJECTIONS: Final[
-    Mapping[type, type[_MlpProjection] | type[_ShuffleProjection] | type[_PoolProjection]]
-] = {
-    MlpProjector: _MlpProjection,
-    ShuffleProjector: _ShuffleProjection,
-    PoolProjector: _PoolProjection,
-}
-
-
-class VisionEncoder:
+class VisionEncoder(ABC):
     """The vision part of a model with its weights.
 
     spec: its arithmetic. dtype: of weights, activations and output. max_embeds: most rows of output
-    of an image.
+    of an image. layers: of the tower, those that are computed.
     """
 
-    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
-        tower, device = spec.tower, weights.device
+    def __init__(
+        self, spec: VisionSpec, weights: VisionWeights, layers: Sequence[TowerLayer]
+    ) -> None:
         self.spec = spec
         self.dtype = weights.dtype
         self.max_embeds = spec.max_embeds
-        self.device = device.torch_device
-        self.unit_rows = unit_rows(device)
-        self._patches = weights.linear(f"{TOWER}embeddings.patch_embedding")
-        self._positions = weights.tensor(f"{TOWER}embeddings.position_embedding.weight")
-        self._class_token: torch.Tensor | None = None
-        self._first_norm: Norm | None = None
-        if tower.has_class_token:
-            token = weights.tensor(f"{TOWER}embeddings.class_embedding")
-            self._class_token = token + self._positions[0]
-            self._first_norm = weights.layer_norm(f"{TOWER}pre_layrnorm", tower.norm_eps)
-        self.layers = [_Layer(tower, each, weights) for each in range(spec.num_layers)]
-        self.projector = _PROJECTIONS[type(spec.projector)](spec, weights)
+        self.device = weights.device.torch_device
+        self.unit_rows = unit_rows(weights.device)
+        self.layers = list(layers)
 
     def begin(self, pixels: torch.Tensor, grid: tuple[int, ...] = ()) -> "Encoding":
         """Return the encoding of an image, of which nothing is computed yet.
 
-        pixels: float32 [tiles, channels, height, width], or without tiles for one; they must stay
-        as they are until the output is complete. grid: not needed by these models.
-        Raises ValueError for pixels of a shape that the model does not take.
+        pixels: float32, as the image processor makes them; they must stay as they are until the
+        output is complete. grid: as in MultiModalFeature. Raises ValueError for pixels of a shape
+        that the model does not take.
         """
-        if pixels.dim() == 3:
-            pixels = pixels[None]
-        tower = self.spec.tower
-        side = pixels.shape[-1] // tower.patch_size
-        projector = self.spec.projector
-        scale = 1 if isinstance(projector, MlpProjector) else projector.scale
-        if (
-            pixels.dim() != 4
-            or pixels.shape[1] != 3
-            or pixels.shape[2] != pixels.shape[3]
-            or (pixels.shape[3] != tower.image_size and not tower.takes_other_sizes)
-            or not 1 <= len(pixels) <= self.spec.max_tiles
-            or not scale <= side
-            or side % scale
-            or len(pixels) * self.spec.embeds_per_tile(side) > self.max_embeds
-        ):
-            raise ValueError(
-                f"pixels of shape {list(pixels.shape)}: at most {self.spec.max_tiles} tiles of "
-                f"3 x {tower.image_size} x {tower.image_size} are needed"
-            )
-        return Encoding(self, pixels, side)
+        return Encoding(self, pixels, self.layout(pixels, grid))
 
-    def write_patches(self, pixels: torch.Tensor, rows: slice, residual: torch.Tensor) -> None:
+    @abstractmethod
+    def layout(self, pixels: torch.Tensor, grid: tuple[int, ...]) -> Layout:
+        """Return how the tokens of an image lie in the tower. The arguments are as in `begin`."""
+
+    @abstractmethod
+    def write_patches(
+        self,
+        pixels: torch.Tensor,
+        layout: Layout,
+        tiles: slice,
+        rows: slice,
+        residual: torch.Tensor,
+    ) -> None:
         """Write the residual [tiles, rows, hidden] before the first layer, of these rows."""
-        tower, (tiles, num_rows, size) = self.spec.tower, residual.shape
-        patch, side = tower.patch_size, pixels.shape[-1] // tower.patch_size
-        skipped = int(tower.has_class_token)
-        if skipped and rows.start == 0:
-            assert self._class_token is not None
-            residual[:, 0] = self._class_token
-        # Rows of patches that contain these; a convolution leaves pixels behind the last patch out.
-        first, end = max(0, rows.start - skipped), rows.stop - skipped
-        lines = slice(first // side, -(-end // side))
-        area = pixels[:, :, lines.start * patch : lines.stop * patch, : side * patch]
-        cut = area.reshape(tiles, 3, -1, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
-        numbers = cut.reshape(tiles, -1, tower.patch_numbers)
-        numbers = numbers[:, first - lines.start * side : end - lines.start * side]
-        numbers = numbers.to(self.device, self.dtype)
-        products = self._patches(numbers.reshape(-1, tower.patch_numbers))
-        positions = self._positions[self.position_ids(side)[first:end] + skipped]
-        target = residual[:, num_rows - (end - first) :]
-        torch.add(products.view(tiles, -1, size), positions, out=target)
-        if self._first_norm is not None:
-            residual.copy_(self._first_norm(residual.reshape(-1, size)).view(residual.shape))
 
-    def position_ids(self, side: int) -> torch.Tensor:
-        """Return the row of the table of positions for each patch of a tile, without class tokens.
+    @abstractmethod
+    def project(
+        self, features: Sequence[torch.Tensor], layout: Layout, rows: slice
+    ) -> torch.Tensor:
+        """Return rows of output of tiles, [tiles * rows, numbers of a row].
 
-        Of a tile of another size, those at the same fractions of the sides, as transformers' code
-        for Idefics 3 rounds them.
+        features: of these tiles, [tiles, tokens, hidden], the residuals of `spec.feature_layers`.
         """
-        own = self.spec.tower.side
-        if not self.spec.tower.takes_other_sizes:
-            return torch.arange(side * side, device=self.device)
-        boundaries = torch.arange(1 / own, 1.0, 1 / own)
-        step = 1.0 / torch.tensor([side])
-        fractions = (torch.arange(side, dtype=torch.float32) * step).clamp(max=1.0 - 1e-6)
-        index = torch.bucketize(fractions, boundaries, right=True)
-        return (index[:, None] * own + index).view(-1).to(self.device)
 
 
 class Encoding:
@@ -303,20 +232,18 @@ class Encoding:
     num_embeds: rows of its output.
     """
 
-    def __init__(self, encoder: VisionEncoder, pixels: torch.Tensor, side: int) -> None:
-        spec, tower = encoder.spec, encoder.spec.tower
+    def __init__(self, encoder: VisionEncoder, pixels: torch.Tensor, layout: Layout) -> None:
         self._encoder = encoder
-        self._side = side
-        self._num_tiles, self._num_tokens = len(pixels), tower.num_tokens(side)
-        self._embeds_per_tile = spec.embeds_per_tile(side)
-        self.num_embeds = self._num_tiles * self._embeds_per_tile
-        size = tower.hidden_size
-        self._patch_flops = 2 * tower.patch_numbers * size
-        self._key_flops = 6 * size * size
-        self._mixing_flops = 2 * size * (size + 2 * tower.intermediate_size + 2 * self._num_tokens)
-        of_token = self._patch_flops + spec.num_layers * (self._key_flops + self._mixing_flops)
-        of_outputs = self.num_embeds * encoder.projector.flops_per_row
-        self._total = self._num_tiles * self._num_tokens * of_token + of_outputs
+        self._layout = layout
+        self.num_embeds = layout.num_tiles * layout.num_embeds
+        spec, num_rows = encoder.spec, layout.num_tiles * layout.num_tokens
+        widest = max((end - first for first, end in pairwise(layout.windows)), default=0)
+        self._mixing_flops = [
+            spec.mixing_flops(widest if layer.has_windows else layout.num_tokens)
+            for layer in encoder.layers
+        ]
+        of_token = spec.patch_flops + len(encoder.layers) * spec.key_flops + sum(self._mixing_flops)
+        self._total = num_rows * of_token + self.num_embeds * spec.output_flops
         self._done = 0
         self._work = self._compute(pixels)
         self._output: torch.Tensor
@@ -332,56 +259,57 @@ class Encoding:
 
     @property
     def output(self) -> torch.Tensor:
-        """Rows [num_embeds, output size] in the encoder's dtype, once all work is done."""
+        """Rows [num_embeds, numbers of a row] in the encoder's dtype, once all work is done."""
         assert self._done == self._total, "the image is not encoded yet"
         return self._output
 
     def _compute(self, pixels: torch.Tensor) -> Generator[int, None, None]:
         """Compute the units in their order; yield the FLOPs of each, about."""
-        encoder, spec = self._encoder, self._encoder.spec
-        size, dtype, device = spec.tower.hidden_size, encoder.dtype, encoder.device
-        shape = self._num_tiles, self._num_tokens
+        encoder, spec, layout = self._encoder, self._encoder.spec, self._layout
+        size, dtype, device = spec.hidden_size, encoder.dtype, encoder.device
+        shape = layout.num_tiles, layout.num_tokens
         residual = torch.empty(*shape, size, dtype=dtype, device=device)
         qkv = torch.empty(*shape, 3 * size, dtype=dtype, device=device)
-        output_shape = self._num_tiles, self._embeds_per_tile, spec.output_size
+        output_shape = layout.num_tiles, layout.num_embeds, spec.row_numbers
         output = torch.empty(*output_shape, dtype=dtype, device=device)
         self._output = output.flatten(0, 1)
-        blocks = list(self._blocks(self._num_tokens, 1))
+        blocks = list(self._blocks(layout.num_tokens, 1))
         for tiles, rows in blocks:
-            encoder.write_patches(pixels[tiles], rows, residual[tiles, rows])
-            yield self._patch_flops * _num_rows(tiles, rows)
+            encoder.write_patches(pixels, layout, tiles, rows, residual[tiles, rows])
+            yield spec.patch_flops * _num_rows(tiles, rows)
         features: dict[int, torch.Tensor] = {}
         for number, layer in enumerate(encoder.layers):
             if number in spec.feature_layers:
                 features[number] = residual.clone()
             for tiles, rows in blocks:
-                layer.compute_keys(residual[tiles, rows], qkv[tiles, rows])
-                yield self._key_flops * _num_rows(tiles, rows)
+                turned = None if layout.rotations is None else layout.rotations[rows]
+                layer.compute_keys(residual[tiles, rows], qkv[tiles, rows], turned)
+                yield spec.key_flops * _num_rows(tiles, rows)
             for tiles, rows in blocks:
-                layer.mix(residual[tiles, rows], rows, qkv[tiles])
-                yield self._mixing_flops * _num_rows(tiles, rows)
-        features[spec.num_layers] = residual
-        projector = encoder.projector
+                layer.mix(residual[tiles, rows], rows, qkv[tiles], layout.windows)
+                yield self._mixing_flops[number] * _num_rows(tiles, rows)
+        features[len(encoder.layers)] = residual
         read = [features[number] for number in spec.feature_layers]
-        for tiles, rows in self._blocks(self._embeds_per_tile, projector.rows_per_line(self._side)):
-            projected = projector.project([each[tiles] for each in read], rows, self._side)
-            own = output[tiles, rows]
-            own.copy_(projected.view(own.shape))
-            yield projector.flops_per_row * _num_rows(tiles, rows)
+        order = layout.embed_order
+        for tiles, rows in self._blocks(layout.num_embeds, layout.rows_per_line):
+            projected = encoder.project([each[tiles] for each in read], layout, rows)
+            places = rows if order is None else order[rows]
+            output[tiles, places] = projected.view(-1, rows.stop - rows.start, spec.row_numbers)
+            yield spec.output_flops * _num_rows(tiles, rows)
 
     def _blocks(self, num_rows: int, multiple: int) -> Iterator[tuple[slice, slice]]:
         """Yield tiles and rows of them, all of the image's, about unit_rows at a time.
 
         num_rows: of a tile. Rows of a part of a tile begin and end at multiples of `multiple`.
         """
-        most = self._encoder.unit_rows
+        most, num_tiles = self._encoder.unit_rows, self._layout.num_tiles
         if num_rows <= most:
             step = most // num_rows
-            for first in range(0, self._num_tiles, step):
-                yield slice(first, min(first + step, self._num_tiles)), slice(0, num_rows)
+            for first in range(0, num_tiles, step):
+                yield slice(first, min(first + step, num_tiles)), slice(0, num_rows)
             return
         step = max(1, most // multiple) * multiple
-        for tile in range(self._num_tiles):
+        for tile in range(num_tiles):
             for first in range(0, num_rows, step):
                 yield slice(tile, tile + 1), slice(first, min(first + step, num_rows))
 

@@ -6,23 +6,25 @@ from typing import Any
 
 from worker.models.vision.spec import (
     GgufSettings,
-    PoolProjector,
     VisionConfig,
     VisionFamily,
     VisionGguf,
-    VisionSpec,
+)
+from worker.models.vision.tile_spec import (
+    PoolProjector,
+    TileSpec,
     read_tower,
 )
 
 
-def spec(config: VisionConfig) -> VisionSpec:
+def spec(config: VisionConfig) -> TileSpec:
     tower = read_tower(config.tower)
     tokens = config.settings.integer("mm_tokens_per_image", 256)
     side = math.isqrt(tokens)
     if side * side != tokens or tower.side % side:
         reason = f"the square of a divisor of {tower.side}, the patches of a side, is needed"
         raise config.settings.refusal("mm_tokens_per_image", tokens, reason)
-    return VisionSpec(
+    return TileSpec(
         architecture=config.architecture,
         tower=tower,
         projector=PoolProjector(scale=tower.side // side),

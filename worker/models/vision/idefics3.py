@@ -7,22 +7,24 @@ from proto.errors import ModelError, shown
 from worker.models.config_reader import ConfigReader
 from worker.models.vision.spec import (
     GgufSettings,
-    ShuffleProjector,
     VisionConfig,
     VisionFamily,
     VisionGguf,
-    VisionSpec,
+)
+from worker.models.vision.tile_spec import (
+    ShuffleProjector,
+    TileSpec,
     read_tower,
 )
 
 
-def spec(config: VisionConfig) -> VisionSpec:
+def spec(config: VisionConfig) -> TileSpec:
     tower = read_tower(config.tower, takes_other_sizes=True)
     scale = config.settings.integer("scale_factor", 2, most=tower.side)
     if tower.side % scale:
         reason = f"it must divide the {tower.side} patches of a tile's side"
         raise config.settings.refusal("scale_factor", scale, reason)
-    return VisionSpec(
+    return TileSpec(
         architecture=config.architecture,
         tower=tower,
         projector=ShuffleProjector(scale=scale),

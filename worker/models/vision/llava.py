@@ -1,24 +1,26 @@
 """LLaVA 1.5 and models of that architecture: CLIP or SigLIP, and two products for each patch."""
 
 from worker.models.vision.spec import (
-    MlpProjector,
     VisionConfig,
     VisionFamily,
-    VisionSpec,
-    feature_layers,
     read_activation,
+)
+from worker.models.vision.tile_spec import (
+    MlpProjector,
+    TileSpec,
+    feature_layers,
     read_tower,
 )
 
 
-def spec(config: VisionConfig) -> VisionSpec:
+def spec(config: VisionConfig) -> TileSpec:
     """Return the spec; by default the projector reads the residual before the last layer."""
     settings = config.settings
     is_clip = config.tower.get("model_type") == "clip_vision_model"
     tower = read_tower(config.tower, has_class_token=is_clip)
     strategy = "vision_feature_select_strategy"
     settings.must_be(strategy, "default", "full")
-    return VisionSpec(
+    return TileSpec(
         architecture=config.architecture,
         tower=tower,
         projector=MlpProjector(

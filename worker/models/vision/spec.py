@@ -1,18 +1,19 @@
-"""The arithmetic of a vision part: a tower over the patches of tiles, and a projector behind it.
+"""The arithmetic of a vision part: a tower over the patches of an image, and a projector behind it.
 
-    pixels   [tiles, channels, size, size]
-    tower    patches + positions, then layers in which the patches of a tile see each other
-             (Dosovitskiy et al., 2020; CLIP: Radford et al., 2021; SigLIP: Zhai et al., 2023)
-    output   [tiles * embeds of a tile, hidden size of the language model]
+    pixels   of patches
+    tower    patches + positions, then layers in which they see each other
+             (Dosovitskiy et al., 2020)
+    output   [rows, hidden size of the language model]
 
-An image has one tile, or several where its model cuts it up. Families (llava.py and its neighbours)
+tile_spec.py and grid_spec.py have the two kinds of towers. Families (llava.py and its neighbours)
 make a VisionSpec of a configuration; encoder.py computes it. Without torch: `deploy` reads it, too.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal, Self
 
 from proto.messages.prepared_model import VISION_PREFIX
 from worker.models.config_reader import ConfigReader
@@ -35,190 +36,87 @@ ACTIVATIONS: Final[dict[str, VisionActivation]] = {
     "swish": "silu",
 }
 """Activations by their names in configurations. quick_gelu: x * sigmoid(1.702 x)."""
-_CHANNELS: Final = 3
-_LARGEST_SIDE: Final = 1 << 14
+CHANNELS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class TowerSpec:
-    """A vision transformer with norms before attention and MLP, which have biases.
-
-    image_size: pixels of a side of the tiles that the table of positions is for. Those behind the
-        last whole patch are not read.
-    has_class_token: CLIP: a token before the patches, a norm behind the positions, and no bias of
-        the patches.
-    takes_other_sizes: tiles may be smaller or larger; a patch has the position that is at the same
-        fraction of the side (Dehghani et al., Patch n' Pack, 2023).
-    """
-
-    image_size: int
-    patch_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    norm_eps: float
-    activation: VisionActivation
-    has_class_token: bool = False
-    takes_other_sizes: bool = False
-
-    @property
-    def side(self) -> int:
-        """Patches of a side of a tile."""
-        return self.image_size // self.patch_size
-
-    @property
-    def patch_numbers(self) -> int:
-        """Numbers of the pixels of a patch."""
-        return _CHANNELS * self.patch_size**2
-
-    def num_tokens(self, side: int) -> int:
-        """Return the tokens of a tile of this many patches a side."""
-        return side * side + self.has_class_token
-
-    def weights(self, num_layers: int, has_last_norm: bool) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights of the lowest layers by name, without TOWER."""
-        size, inner = self.hidden_size, self.intermediate_size
-        patch = (size, _CHANNELS, self.patch_size, self.patch_size)
-        found: dict[str, tuple[int, ...]] = {"embeddings.patch_embedding.weight": patch}
-        positions = self.num_tokens(self.side)
-        found["embeddings.position_embedding.weight"] = (positions, size)
-        if self.has_class_token:
-            found["embeddings.class_embedding"] = (size,)
-            found |= _with_bias("pre_layrnorm", (size,))
-        else:
-            found["embeddings.patch_embedding.bias"] = (size,)
-        for layer in range(num_layers):
-            prefix = f"encoder.layers.{layer}."
-            for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                found |= _with_bias(f"{prefix}self_attn.{name}", (size, size))
-            found |= _with_bias(f"{prefix}layer_norm1", (size,))
-            found |= _with_bias(f"{prefix}layer_norm2", (size,))
-            found |= _with_bias(f"{prefix}mlp.fc1", (inner, size))
-            found |= _with_bias(f"{prefix}mlp.fc2", (size, inner))
-        if has_last_norm:
-            found |= _with_bias("post_layernorm", (size,))
-        return found
-
-
-def _with_bias(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlpProjector:
-    """Two products with an activation between them, for each patch (Liu et al., LLaVA-1.5, 2023).
-
-    feature_layers: layers below each of the residuals that it reads side by side.
-    drops_first_token: whether the first token of a tile, CLIP's class token, is left out.
-    """
-
-    feature_layers: tuple[int, ...]
-    drops_first_token: bool
-    activation: VisionActivation
-    bias: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShuffleProjector:
-    """A product for each square of scale x scale patches, side by side (Idefics 3, 2024)."""
-
-    scale: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolProjector:
-    """The mean of each square of patches, an RMSNorm (1 + weight), and a product (Gemma 3, 2025).
-
-    scale: patches of a side of a square.
-    """
-
-    scale: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionSpec:
+class VisionSpec(ABC):
     """The vision part of a model.
 
     architecture: of the whole model. output_size: the hidden size of the language model.
-    max_tiles: most tiles of an image.
-    is_bidirectional: as in VisionFacts.
     """
 
     architecture: str
-    tower: TowerSpec
-    projector: MlpProjector | ShuffleProjector | PoolProjector
     output_size: int
-    max_tiles: int = 1
-    is_bidirectional: bool = False
+
+    is_bidirectional: ClassVar[bool] = False
+    mrope_merge: ClassVar[int] = 0
 
     @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """Numbers of a token in the tower."""
+
+    @property
+    @abstractmethod
     def feature_layers(self) -> tuple[int, ...]:
         """Layers below each of the residuals that the projector reads, in its order."""
-        if isinstance(self.projector, MlpProjector):
-            return self.projector.feature_layers
-        return (self.tower.num_layers,)
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the tower that are computed."""
-        return max(self.feature_layers)
+    def row_numbers(self) -> int:
+        """Numbers of a row of output."""
+        return self.output_size
 
     @property
-    def has_last_norm(self) -> bool:
-        """Whether the projector reads the norm of the residual."""
-        return not isinstance(self.projector, MlpProjector)
-
-    def embeds_per_tile(self, side: int) -> int:
-        """Return the rows of output of a tile of this many patches a side."""
-        if isinstance(self.projector, MlpProjector):
-            return self.tower.num_tokens(side) - self.projector.drops_first_token
-        return (side // self.projector.scale) ** 2
-
-    @property
+    @abstractmethod
     def most_tokens(self) -> int:
         """Tokens of the tower for the largest image."""
-        return self.max_tiles * self.tower.num_tokens(self.tower.side)
 
     @property
+    @abstractmethod
     def max_embeds(self) -> int:
         """Most rows of output of an image."""
-        return self.max_tiles * self.embeds_per_tile(self.tower.side)
 
+    def at_most(self, num_embeds: int) -> Self:
+        """Return the spec for images of at most that many rows, where images differ."""
+        return self
+
+    @abstractmethod
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every weight that is read, by its name in a prepared folder."""
-        tower, out = self.tower, self.output_size
-        size = tower.hidden_size
-        found = tower.weights(self.num_layers, self.has_last_norm)
-        projector: dict[str, tuple[int, ...]]
-        match self.projector:
-            case MlpProjector(feature_layers=layers, bias=bias):
-                first, second = (out, size * len(layers)), (out, out)
-                projector = _with_bias("linear_1", first) | _with_bias("linear_2", second)
-                if not bias:
-                    projector = {name: each for name, each in projector.items() if len(each) > 1}
-            case ShuffleProjector(scale=scale):
-                projector = {"modality_projection.proj.weight": (out, size * scale**2)}
-            case PoolProjector():
-                projector = {
-                    "mm_input_projection_weight": (size, out),
-                    "mm_soft_emb_norm.weight": (size,),
-                }
-        return {
-            **{TOWER + name: shape for name, shape in found.items()},
-            **{PROJECTOR + name: shape for name, shape in projector.items()},
-        }
 
     def is_unused(self, name: str) -> bool:
-        """Return whether files may have a tensor of this name that nothing reads.
+        """Return whether files may have a tensor of this name that nothing reads."""
+        return False
 
-        Layers above the last one that is read, norms and pooling behind it, and tables of indices.
-        """
-        own = name.removeprefix(TOWER)
-        if own.startswith("encoder.layers."):
-            number = own.split(".")[2]
-            return number.isdigit() and self.num_layers <= int(number) < self.tower.num_layers
-        return own.startswith(("head.", "post_layernorm.", "embeddings.position_ids"))
+    @property
+    @abstractmethod
+    def patch_numbers(self) -> int:
+        """Numbers that the product of a patch reads."""
+
+    @property
+    @abstractmethod
+    def inner_numbers(self) -> int:
+        """Numbers of a token within the MLP, those of a gate included."""
+
+    @property
+    @abstractmethod
+    def output_flops(self) -> int:
+        """FLOPs of the projector for a row of output, about."""
+
+    @property
+    def patch_flops(self) -> int:
+        """FLOPs of the product of a patch."""
+        return 2 * self.patch_numbers * self.hidden_size
+
+    @property
+    def key_flops(self) -> int:
+        """FLOPs of queries, keys and values of a token in a layer."""
+        return 6 * self.hidden_size**2
+
+    @abstractmethod
+    def mixing_flops(self, num_seen: int) -> int:
+        """Return the FLOPs of the rest of a layer for a token that sees this many, about."""
 
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of the weights. itemsize: bytes of a number."""
@@ -231,22 +129,27 @@ class VisionSpec:
         projector reads.
         """
         vectors = 3 + len({*self.feature_layers})
-        return itemsize * vectors * self.most_tokens * self.tower.hidden_size
+        return itemsize * vectors * self.most_tokens * self.hidden_size
 
     def unit_bytes(self, itemsize: int, num_rows: int) -> int:
         """Return the bytes of the results of the products of this many tokens, at most."""
-        tower, rows = self.tower, min(num_rows, self.most_tokens)
-        widest = 2 * max(tower.intermediate_size, tower.patch_numbers) + 4 * tower.hidden_size
+        rows = min(num_rows, self.most_tokens)
+        widest = 2 * max(self.inner_numbers, self.patch_numbers) + 4 * self.hidden_size
         return itemsize * rows * widest
 
     @property
+    @abstractmethod
     def pixel_bytes(self) -> int:
         """Return the bytes of the pixels of the largest image."""
-        return 4 * self.max_tiles * _CHANNELS * self.tower.image_size**2
 
     def output_bytes(self, itemsize: int) -> int:
         """Return the bytes of the output of the largest image."""
-        return itemsize * self.max_embeds * self.output_size
+        return itemsize * self.max_embeds * self.row_numbers
+
+
+def with_bias(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a weight and of its bias by their names."""
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
 
 
 @dataclass(frozen=True)
@@ -282,57 +185,12 @@ class VisionConfig:
         return self.text.integer("hidden_size")
 
 
-def read_tower(
-    config: ConfigReader, *, has_class_token: bool = False, takes_other_sizes: bool = False
-) -> TowerSpec:
-    """Return the tower of a configuration.
-
-    Raises ModelError for sizes that do not fit each other and for an unknown activation.
-    """
-    config.must_be("num_channels", _CHANNELS)
-    size, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    if size % heads:
-        raise config.refusal(
-            "num_attention_heads", heads, f"heads must divide hidden_size = {size}"
-        )
-    patch = config.integer("patch_size", most=_LARGEST_SIDE)
-    image = config.integer("image_size", least=patch, most=_LARGEST_SIDE)
-    return TowerSpec(
-        image_size=image,
-        patch_size=patch,
-        hidden_size=size,
-        intermediate_size=config.integer("intermediate_size"),
-        num_layers=config.integer("num_hidden_layers"),
-        num_heads=heads,
-        norm_eps=config.number("layer_norm_eps", 1e-6),
-        activation=read_activation(config, "hidden_act"),
-        has_class_token=has_class_token,
-        takes_other_sizes=takes_other_sizes,
-    )
-
-
 def read_activation(config: ConfigReader, key: str) -> VisionActivation:
     """Return the activation that a key names; raises ModelError for an unknown one."""
     name = config.get(key)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise config.refusal(key, name, f"supported: {', '.join(map(repr, ACTIVATIONS))}")
     return ACTIVATIONS[name]
-
-
-def feature_layers(
-    config: ConfigReader, key: str, num_layers: int, default: int
-) -> tuple[int, ...]:
-    """Return the layers below the residuals that a key selects, by a number or a list of them.
-
-    0 is the residual before the first layer; negative ones count from the last, -1.
-    """
-    value = config.get(key)
-    values = [default] if value is None else value if isinstance(value, list) else [value]
-    if not values or any(
-        type(each) is not int or not -num_layers - 1 <= each <= num_layers for each in values
-    ):
-        raise config.refusal(key, value, f"numbers from {-num_layers - 1} to {num_layers}")
-    return tuple(each % (num_layers + 1) for each in values)
 
 
 @dataclass(frozen=True, kw_only=True)

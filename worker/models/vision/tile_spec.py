@@ -1,0 +1,271 @@
+"""Towers over tiles: squares of one size, each a sequence of its own.
+
+    pixels   [tiles, channels, size, size]
+    tower    patches + positions, then layers in which the patches of a tile see each other
+             (CLIP: Radford et al., 2021; SigLIP: Zhai et al., 2023)
+    output   [tiles * embeds of a tile, hidden size of the language model]
+
+An image has one tile, or several where its model cuts it up.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from worker.models.config_reader import ConfigReader
+from worker.models.vision.spec import (
+    CHANNELS,
+    PROJECTOR,
+    TOWER,
+    VisionActivation,
+    VisionSpec,
+    read_activation,
+    with_bias,
+)
+
+_LARGEST_SIDE: Final = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerSpec:
+    """A vision transformer with norms before attention and MLP, which have biases.
+
+    image_size: pixels of a side of the tiles that the table of positions is for. Those behind the
+        last whole patch are not read.
+    has_class_token: CLIP: a token before the patches, a norm behind the positions, and no bias of
+        the patches.
+    takes_other_sizes: tiles may be smaller or larger; a patch has the position that is at the same
+        fraction of the side (Dehghani et al., Patch n' Pack, 2023).
+    """
+
+    image_size: int
+    patch_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    norm_eps: float
+    activation: VisionActivation
+    has_class_token: bool = False
+    takes_other_sizes: bool = False
+
+    @property
+    def side(self) -> int:
+        """Patches of a side of a tile."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of the pixels of a patch."""
+        return CHANNELS * self.patch_size**2
+
+    def num_tokens(self, side: int) -> int:
+        """Return the tokens of a tile of this many patches a side."""
+        return side * side + self.has_class_token
+
+    def weights(self, num_layers: int, has_last_norm: bool) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights of the lowest layers by name, without TOWER."""
+        size, inner = self.hidden_size, self.intermediate_size
+        patch = (size, CHANNELS, self.patch_size, self.patch_size)
+        found: dict[str, tuple[int, ...]] = {"embeddings.patch_embedding.weight": patch}
+        positions = self.num_tokens(self.side)
+        found["embeddings.position_embedding.weight"] = (positions, size)
+        if self.has_class_token:
+            found["embeddings.class_embedding"] = (size,)
+            found |= with_bias("pre_layrnorm", (size,))
+        else:
+            found["embeddings.patch_embedding.bias"] = (size,)
+        for layer in range(num_layers):
+            prefix = f"encoder.layers.{layer}."
+            for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+                found |= with_bias(f"{prefix}self_attn.{name}", (size, size))
+            found |= with_bias(f"{prefix}layer_norm1", (size,))
+            found |= with_bias(f"{prefix}layer_norm2", (size,))
+            found |= with_bias(f"{prefix}mlp.fc1", (inner, size))
+            found |= with_bias(f"{prefix}mlp.fc2", (size, inner))
+        if has_last_norm:
+            found |= with_bias("post_layernorm", (size,))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpProjector:
+    """Two products with an activation between them, for each patch (Liu et al., LLaVA-1.5, 2023).
+
+    feature_layers: layers below each of the residuals that it reads side by side.
+    drops_first_token: whether the first token of a tile, CLIP's class token, is left out.
+    """
+
+    feature_layers: tuple[int, ...]
+    drops_first_token: bool
+    activation: VisionActivation
+    bias: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleProjector:
+    """A product for each square of scale x scale patches, side by side (Idefics 3, 2024)."""
+
+    scale: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolProjector:
+    """The mean of each square of patches, an RMSNorm (1 + weight), and a product (Gemma 3, 2025).
+
+    scale: patches of a side of a square.
+    """
+
+    scale: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileSpec(VisionSpec):
+    """A vision part over tiles.
+
+    max_tiles: most tiles of an image. is_bidirectional: as in VisionFacts.
+    """
+
+    tower: TowerSpec
+    projector: MlpProjector | ShuffleProjector | PoolProjector
+    max_tiles: int = 1
+    is_bidirectional: bool = False  # type: ignore[misc]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.tower.hidden_size
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        if isinstance(self.projector, MlpProjector):
+            return self.projector.feature_layers
+        return (self.tower.num_layers,)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the tower that are computed."""
+        return max(self.feature_layers)
+
+    @property
+    def has_last_norm(self) -> bool:
+        """Whether the projector reads the norm of the residual."""
+        return not isinstance(self.projector, MlpProjector)
+
+    def embeds_per_tile(self, side: int) -> int:
+        """Return the rows of output of a tile of this many patches a side."""
+        if isinstance(self.projector, MlpProjector):
+            return self.tower.num_tokens(side) - self.projector.drops_first_token
+        return (side // self.projector.scale) ** 2
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tiles * self.tower.num_tokens(self.tower.side)
+
+    @property
+    def max_embeds(self) -> int:
+        return self.max_tiles * self.embeds_per_tile(self.tower.side)
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        tower, out = self.tower, self.output_size
+        size = tower.hidden_size
+        found = tower.weights(self.num_layers, self.has_last_norm)
+        projector: dict[str, tuple[int, ...]]
+        match self.projector:
+            case MlpProjector(feature_layers=layers, bias=bias):
+                first, second = (out, size * len(layers)), (out, out)
+                projector = with_bias("linear_1", first) | with_bias("linear_2", second)
+                if not bias:
+                    projector = {name: each for name, each in projector.items() if len(each) > 1}
+            case ShuffleProjector(scale=scale):
+                projector = {"modality_projection.proj.weight": (out, size * scale**2)}
+            case PoolProjector():
+                projector = {
+                    "mm_input_projection_weight": (size, out),
+                    "mm_soft_emb_norm.weight": (size,),
+                }
+        return {
+            **{TOWER + name: shape for name, shape in found.items()},
+            **{PROJECTOR + name: shape for name, shape in projector.items()},
+        }
+
+    def is_unused(self, name: str) -> bool:
+        """Return whether files may have a tensor of this name that nothing reads.
+
+        Layers above the last one that is read, norms and pooling behind it, and tables of indices.
+        """
+        own = name.removeprefix(TOWER)
+        if own.startswith("encoder.layers."):
+            number = own.split(".")[2]
+            return number.isdigit() and self.num_layers <= int(number) < self.tower.num_layers
+        return own.startswith(("head.", "post_layernorm.", "embeddings.position_ids"))
+
+    @property
+    def patch_numbers(self) -> int:
+        return self.tower.patch_numbers
+
+    @property
+    def inner_numbers(self) -> int:
+        return self.tower.intermediate_size
+
+    @property
+    def output_flops(self) -> int:
+        size, out = self.tower.hidden_size, self.output_size
+        match self.projector:
+            case MlpProjector(feature_layers=layers):
+                return 2 * (size * len(layers) + out) * out
+            case ShuffleProjector(scale=scale):
+                return 2 * scale**2 * size * out
+            case PoolProjector():
+                return 2 * size * out
+
+    def mixing_flops(self, num_seen: int) -> int:
+        size = self.tower.hidden_size
+        return 2 * size * (size + 2 * self.tower.intermediate_size + 2 * num_seen)
+
+    @property
+    def pixel_bytes(self) -> int:
+        return 4 * self.max_tiles * CHANNELS * self.tower.image_size**2
+
+
+def read_tower(
+    config: ConfigReader, *, has_class_token: bool = False, takes_other_sizes: bool = False
+) -> TowerSpec:
+    """Return the tower of a configuration.
+
+    Raises ModelError for sizes that do not fit each other and for an unknown activation.
+    """
+    config.must_be("num_channels", CHANNELS)
+    size, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if size % heads:
+        raise config.refusal(
+            "num_attention_heads", heads, f"heads must divide hidden_size = {size}"
+        )
+    patch = config.integer("patch_size", most=_LARGEST_SIDE)
+    image = config.integer("image_size", least=patch, most=_LARGEST_SIDE)
+    return TowerSpec(
+        image_size=image,
+        patch_size=patch,
+        hidden_size=size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        num_heads=heads,
+        norm_eps=config.number("layer_norm_eps", 1e-6),
+        activation=read_activation(config, "hidden_act"),
+        has_class_token=has_class_token,
+        takes_other_sizes=takes_other_sizes,
+    )
+
+
+def feature_layers(
+    config: ConfigReader, key: str, num_layers: int, default: int
+) -> tuple[int, ...]:
+    """Return the layers below the residuals that a key selects, by a number or a list of them.
+
+    0 is the residual before the first layer; negative ones count from the last, -1.
+    """
+    value = config.get(key)
+    values = [default] if value is None else value if isinstance(value, list) else [value]
+    if not values or any(
+        type(each) is not int or not -num_layers - 1 <= each <= num_layers for each in values
+    ):
+        raise config.refusal(key, value, f"numbers from {-num_layers - 1} to {num_layers}")
+    return tuple(each % (num_layers + 1) for each in values)
