@@ -215,7 +215,7 @@ class VisionFacts(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: id of the token whose embedding is replaced by a row of encoder output.
     max_embeds: most rows of the encoder output of one image.
     is_bidirectional: whether the tokens of an image attend to each other in both directions.
-    mrope_merge: of models whose image tokens have three positions (M-RoPE): patches of a side of the
+    mrope_merge: where tokens of images have three positions (M-RoPE): patches of a side of the
         square that becomes a row of encoder output. 0: tokens have one position.
     """
 

@@ -205,7 +205,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     requests can wait for on a CPU, whole images on a GPU."""
     encoder_cache_size: int | None = None
     """Rows of encoder output of images that workers keep; by default four of the largest images, at
-    least 4096."""
+    least 4096 and at most 16384, or one that is larger."""
     long_prefill_token_threshold: int = 0
     """Maximum tokens of one prompt in a step; 0: no limit."""
     enable_chunked_prefill: bool = True

@@ -19,6 +19,7 @@ from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import spec_of
 from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
 from tests.fakes.tiny_vision import (
+    GRIDS,
     IMAGE_ID,
     VISION_MODELS,
     prepare_vision_model,
@@ -57,6 +58,7 @@ def test_the_prepared_folder(name: str, tmp_path: Path) -> None:
         image_token_id=IMAGE_ID,
         max_embeds=tiles * described.embeds,
         is_bidirectional=name == "gemma3",
+        mrope_merge=2 if name in GRIDS else 0,
     )
     assert prepared.unloaded_parts == ()
     assert prepared.text_only_notice == ""
@@ -166,6 +168,70 @@ IDEFICS3_8B: dict[str, Any] = {
 }
 
 
+QWEN2_5_VL_7B: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 3584,
+    "image_token_id": 151655,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+    "rope_theta": 1000000.0,
+    "vision_config": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    },
+    "vocab_size": 152064,
+}
+QWEN3_VL_8B: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "model_type": "qwen3_vl_text",
+        "num_hidden_layers": 36,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+            "rope_type": "default",
+        },
+        "rope_theta": 5000000,
+        "vocab_size": 151936,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "intermediate_size": 4304,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("config", "images", "embeds", "numbers"),
     [
@@ -183,6 +249,13 @@ IDEFICS3_8B: dict[str, Any] = {
             {"max_image_size": {"longest_edge": 364}, "size": {"longest_edge": 1456}},
             2873,
             432,
+        ),
+        (QWEN2_5_VL_7B, {"min_pixels": 3136, "max_pixels": 12845056}, 16384, 677),
+        (
+            QWEN3_VL_8B,
+            {"size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16},
+            16384,
+            576,
         ),
     ],
 )
@@ -215,6 +288,7 @@ def vision_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
         ("gemma3", "multi_modal_projector.", "model.multi_modal_projector."),
         ("idefics3", "model.vision_model.", "vision_model."),
         ("smolvlm", "model.connector.", "connector."),
+        ("qwen2_5_vl", "model.visual.", "visual."),
     ],
 )
 def test_names_of_other_versions(name: str, old: str, new: str, tmp_path: Path) -> None:

@@ -128,6 +128,20 @@ def test_embeddings_of_another_size_or_with_tokens_are_refused(changes, words):
 VISION = encoder_limits(max_embeds=4).vision
 
 
+@pytest.mark.parametrize(
+    "grid", [(), (2, 4), (2, 2, 4), (1, 4, 4), (1, 3, 4), (0, 4, 2), (1, -4, -2)]
+)
+def test_images_with_a_grid_of_other_rows_are_refused(grid):
+    harness = InputProcessorHarness(
+        replace(LIMITS, vision=msgspec.structs.replace(VISION, mrope_merge=2))
+    )
+    harness.receive(image_request((1, 2), grid=grid))
+    ((_, output),) = harness.outputs.outputs
+    assert f"2 rows, and a grid of {list(grid)}" in output.error.message
+    harness.receive(image_request((1, 2), grid=(1, 4, 2)))
+    assert len(harness.outputs.accepted) == 1
+
+
 def image_request(*parts, **changes):
     """Return a request with text and pictures (number, rows), with changes of the last picture."""
     prompt, features = with_pictures(parts)

@@ -54,6 +54,8 @@ def test_images_are_encoded_in_slices_on_a_cpu_and_whole_on_a_gpu() -> None:
     limits = limits_of(SchedulerConfig())
     assert (limits.splits, limits.max_input_tokens) == (True, None)
     assert limits.cache_size == MIN_ENCODER_CACHE_ROWS
+    rows = SchedulerConfig().encoder_cache_rows
+    assert [rows(each) for each in (2000, 4096, 5000, 20_000)] == [8000, 16384, 16384, 20_000]
     set_rows = SchedulerConfig(max_num_encoder_input_tokens=7, encoder_cache_size=300)
     limits = limits_of(set_rows)
     assert (limits.splits, limits.max_input_tokens, limits.cache_size) == (True, 7, 300)

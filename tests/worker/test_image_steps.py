@@ -256,3 +256,60 @@ def test_causal_models_get_no_attend_end() -> None:
     inputs = build_inputs(step, batch.apply(step), batch)
     assert inputs.attention[0].attend_end is None
     assert len(inputs.images) == 3
+
+
+MROPE = replace(VISION, mrope_merge=2)
+
+
+def grid_at(offset: int, height: int, width: int) -> MultiModalFeature:
+    """Return an image of this many rows and columns of squares of four patches."""
+    plain = feature_at(offset, height * width, height * width)
+    return replace(plain, grid=(1, 2 * height, 2 * width))
+
+
+def test_tokens_of_an_image_have_three_positions() -> None:
+    """As transformers counts them; text goes on behind the longer side."""
+    prompt = [1, 2, *[IMG] * 6, 3, *[IMG] * 3, 4, 5]
+    images = PromptImages.of(prompt, [grid_at(2, 2, 3), grid_at(9, 3, 1)], MROPE)
+    assert images.rotary_positions_at(0, 16).tolist() == [
+        [0, 1, *[2] * 6, 5, *[6] * 3, 9, 10, 11, 12],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8, 9, 10, 11, 12],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, *[6] * 3, 9, 10, 11, 12],
+    ]
+    for first in range(16):
+        for end in range(first, 17):
+            part = images.rotary_positions_at(first, end)
+            assert part.tolist() == images.rotary_positions_at(0, 17)[:, first:end].tolist()
+    assert PromptImages.of(prompt, [grid_at(2, 2, 3)], VISION).rotary_positions is None
+
+
+def test_a_step_has_three_positions_only_where_they_differ() -> None:
+    """A chunk with an image beside a text, a decode after an image, and text alone."""
+    batch = batch_of(MROPE)
+    prompt = [1, 2, *[IMG] * 6, 3]
+    plain = replace(request(2), prompt_token_ids=[1, 2, 3], num_scheduled_tokens=3)
+    begin = step_of([plain])
+    (row,) = batch.apply(begin)
+    assert build_inputs(begin, np.array([row]), batch).rotary_positions is None
+    batch.append_sampled(np.array([row]), np.array([4]))
+    image = new_request(1, prompt, mm_features=[grid_at(2, 2, 3)])
+    both = step_of([image], CachedRequestData([2], [3], [1], [None], [], []))
+    rows = batch.apply(both)
+    inputs = build_inputs(both, rows, batch)
+    assert inputs.positions.tolist() == [*range(9), 3]
+    assert inputs.rotary_positions is not None
+    assert inputs.rotary_positions.tolist() == [
+        [0, 1, *[2] * 6, 5, 3],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 3],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 3],
+    ]
+    batch.append_sampled(rows, np.array([7, 8]))
+    decode = step_of(cached=CachedRequestData([1, 2], [9, 4], [1, 1], [None] * 2, [], []))
+    inputs = build_inputs(decode, batch.apply(decode), batch)
+    assert inputs.positions.tolist() == [9, 4]
+    assert inputs.rotary_positions is not None
+    assert inputs.rotary_positions.tolist() == [6, 4]
+    finished = step_of(
+        cached=CachedRequestData([2], [4], [1], [None], [], []), finished_seq_ids=[1]
+    )
+    assert build_inputs(finished, batch.apply(finished), batch).rotary_positions is None

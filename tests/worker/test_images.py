@@ -31,6 +31,7 @@ from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.events import num_cached_tokens
 from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.tiny_vision import (
+    GRIDS,
     IMAGE_ID,
     VISION_MODELS,
     pixels_of,
@@ -49,7 +50,7 @@ from worker.step.model_runner import ModelRunner
 ALONE = RankGroup()
 NUM_PAGES = 30
 BLOCK = 16
-NUM_STATE_SLOTS = 20
+NUM_STATE_SLOTS = 64
 NUM_OUTPUTS = 6
 SIZES = ((60, 40), (30, 70))
 """Of the images; the tiled models cut the first into two tiles beside the whole."""
@@ -275,7 +276,7 @@ def test_an_engine_plans_images_beside_other_requests(name: str, tmp_path: Path)
         assert len(harness.tokens_of(text[0])) == 20
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", *GRIDS])
 def test_preempted_and_recovered_requests_have_the_same_tokens(name: str, tmp_path: Path) -> None:
     """Blocks for one and a half requests, and a worker that is replaced in the middle."""
     case = Case(name, tmp_path)
@@ -293,9 +294,10 @@ def test_preempted_and_recovered_requests_have_the_same_tokens(name: str, tmp_pa
         assert [harness.tokens_of(each) for each in requests] == [expected] * 3, loses
 
 
-def test_ranks_give_what_one_gives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl"])
+def test_ranks_give_what_one_gives(name: str, tmp_path: Path) -> None:
     """Each encodes every image."""
-    case = Case("smolvlm", tmp_path)
+    case = Case(name, tmp_path)
     with Ranks(2) as ranks:
         loaded = [case.load(CPU, group) for group in ranks.groups]
         runners = ranks.run_on_all(lambda rank: case.runner(loaded[rank]))
@@ -331,7 +333,7 @@ def test_a_new_engine_starts_without_outputs(tmp_path: Path) -> None:
     assert second.execute(step_of([case.begin(loaded)])).failed_seq_ids == [1]
 
 
-@pytest.mark.parametrize("name", ["llava", "smolvlm", "gemma3"])
+@pytest.mark.parametrize("name", ["llava", "smolvlm", "gemma3", *GRIDS])
 def test_memory_of_the_vision_part_is_planned(name: str, tmp_path: Path) -> None:
     """Its weights as they are, in either dtype; its outputs and activations as work space."""
     case = Case(name, tmp_path)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from engine_core.request import Request
+from proto.errors import ConfigError
 from tests.fakes.drafted_engine import joined
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.events import num_cached_tokens
+from tests.fakes.tiny_vision import GRIDS
 from tests.worker.test_images import BLOCK, Case
 from worker.loaded_model import LoadedDraft, LoadedModel
 from worker.models.decoder import Decoder
@@ -70,6 +72,13 @@ def test_a_language_model_on_the_code_of_transformers(name: str, tmp_path: Path)
     check_engine(case, loaded)
 
 
+def test_three_positions_are_refused_on_the_code_of_transformers(tmp_path: Path) -> None:
+    case = Case("qwen3_vl", tmp_path)
+    case.model_settings = {"model_impl": "transformers"}
+    with pytest.raises(ConfigError, match="images of Qwen3VLForConditionalGeneration have three"):
+        case.load()
+
+
 @pytest.mark.parametrize("text", ["lfm2", "falcon_h1"])
 def test_a_language_model_with_states(text: str, tmp_path: Path) -> None:
     case = Case("llava", tmp_path, text_config=TEXTS[text])
@@ -110,7 +119,7 @@ def test_the_experts_of_image_tokens_are_those_of_transformers(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("has_draft_model", [False, True])
-@pytest.mark.parametrize("name", ["llava", "smolvlm"])
+@pytest.mark.parametrize("name", ["llava", "smolvlm", *GRIDS])
 def test_drafts_change_no_token(name: str, has_draft_model: bool, tmp_path: Path) -> None:
     """Some are accepted, and some are not. A draft model knows nothing of the images."""
     case = Case(name, tmp_path)

@@ -14,7 +14,6 @@ import math
 
 import torch
 
-from proto.errors import ModelError
 from worker.attention.backend import Rotation
 from worker.models.rope import (
     MROPE_AXES,
@@ -32,8 +31,7 @@ from worker.models.rope import (
 class RotaryEmbedding:
     """Cosines and sines of every position up to the model's length.
 
-    rotary_dim: dimensions of a head that rotate; 0: all of them. Raises ModelError if the positions
-    of M-RoPE are for another number of them.
+    rotary_dim: dimensions of a head that rotate; 0: all of them.
     """
 
     def __init__(
@@ -52,11 +50,6 @@ class RotaryEmbedding:
             angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
             table[:, 0, : rotary_dim // 2] = angles.cos() * magnitude
             table[:, 1, : rotary_dim // 2] = angles.sin() * magnitude
-            if rope.axes and len(rope.axes) != rotary_dim // 2:
-                raise ModelError(
-                    f"mrope_section is for {len(rope.axes)} frequencies, and heads have "
-                    f"{rotary_dim // 2}"
-                )
             self._columns = [
                 torch.tensor([i for i, each in enumerate(rope.axes) if each == axis], device=device)
                 for axis in range(1, MROPE_AXES)

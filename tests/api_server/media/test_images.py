@@ -39,7 +39,7 @@ from tests.fakes.media import (
     source,
     vision_folder,
 )
-from tests.fakes.tiny_vision import VISION_MODELS, random_image, reference_inputs
+from tests.fakes.tiny_vision import VISION_MODELS, pixels_of, random_image, reference_inputs
 
 SIZES = {"square": (30, 30), "wide": (90, 40), "high": (20, 90), "a pixel": (1, 1)}
 PART = "messages[0].content[1].image_url"
@@ -77,10 +77,11 @@ async def test_pixels_are_those_of_transformers_bit_by_bit(name: str, tmp_path: 
             image = random_image(1, *size)
             loaded = await read_one(reader, encode_image(image))
             reference = reference_inputs(name, [image], f"a{VISION_MODELS[name].placeholder}b")
-            expected = reference["pixel_values"].numpy()
+            expected, grid = pixels_of(reference)
             pixels = read_pixels(loaded, tmp_path / "run")
-            assert pixels.shape[-3:] == (3, 24, 24)
-            assert np.array_equal(pixels, expected.reshape(pixels.shape))
+            assert pixels.shape[-3:] == ((3, 4, 4) if grid else (3, 24, 24))
+            assert np.array_equal(pixels, expected.numpy())
+            assert not grid or loaded.grid == grid
             assert loaded.num_embeds == loaded.expansion.count("<image>")
 
 

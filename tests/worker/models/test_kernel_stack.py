@@ -20,6 +20,7 @@ from tests.fakes.gguf_files import write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, config_in_blocks, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
+from tests.fakes.tiny_vision import prepare_vision_model, save_vision_model
 from tests.worker.kernel_variants import (
     LOADABLE,
     THREADS,
@@ -112,10 +113,20 @@ def load(prepared: PreparedModel, dtype: torch.dtype, form: WeightFormat) -> Dec
 
 
 class StackRunner:
-    """Runs STEPS with some of a model's layer stacks over a cache of its own."""
+    """Runs STEPS with some of a model's layer stacks over a cache of its own.
 
-    def __init__(self, model: Decoder, kernels: Kernels, stacks: tuple[LayerStack, ...]) -> None:
+    has_images: tokens have three positions, and DeepStack adds to some of them after two layers.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kernels: Kernels,
+        stacks: tuple[LayerStack, ...],
+        has_images: bool = False,
+    ) -> None:
         spec = model.spec
+        self._has_images = has_images
         layout = kv_layout(spec.windows)
         self.model = copy.copy(model)
         self.model._stacks = stacks
@@ -147,14 +158,28 @@ class StackRunner:
             groups.append(AttentionInputs(starts.astype(np.int32), lens, table, slots))
         self.attention.plan(groups)
         tokens = torch.from_numpy((positions * 7 + rows * 11) % 64)
-        return self.model.forward(tokens, torch.from_numpy(positions), self.attention)
+        rotary = torch.from_numpy(positions)
+        if not self._has_images:
+            return self.model.forward(tokens, rotary, self.attention)
+        draw = torch.Generator().manual_seed(len(positions))
+        images = [
+            (first, torch.randn(count, 3 * self.model.spec.hidden_size, generator=draw))
+            for first, count in ((0, 2), (3, 1), (5, 60))
+            if first + count <= len(positions)
+        ]
+        places = torch.stack((rotary, rotary // 2, rotary // 3))
+        return self.model.forward(tokens, places, self.attention, embeddings=images)
 
 
-def assert_same_bits(model: Decoder, kernels: Kernels, threads: Sequence[int] = (1,)) -> None:
+def assert_same_bits(
+    model: Decoder, kernels: Kernels, threads: Sequence[int] = (1,), has_images: bool = False
+) -> None:
     stack, partwise = model._stacks
     assert isinstance(stack, KernelStack)
     for count in threads:
-        one, parts = StackRunner(model, kernels, (stack,)), StackRunner(model, kernels, (partwise,))
+        one, parts = (
+            StackRunner(model, kernels, (each,), has_images) for each in (stack, partwise)
+        )
         assert all(stack.takes(rows, one.attention) for rows in (1, 2, 70))
         with threads_of_torch(count):
             steps = zip(one.run(), parts.run(), strict=True)
@@ -163,6 +188,46 @@ def assert_same_bits(model: Decoder, kernels: Kernels, threads: Sequence[int] = 
             assert wanted.float().std() > 0.1, "a difference would not be visible"
             assert torch.equal(found, wanted)
         assert all(map(torch.equal, one.buffers, parts.buffers))
+
+
+@best_variant
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_give_the_same_bits(
+    name: str,
+    dtype: torch.dtype,
+    variant: KernelVariant,
+    use_variant: Callable[[KernelVariant], Kernels],
+    tmp_path: Path,
+) -> None:
+    """Three positions and what DeepStack adds; text alone gives what it gave before."""
+    kernels = use_variant(variant)
+    save_vision_model(name, tmp_path / "model")
+    prepared = prepare_vision_model(tmp_path / "model", tmp_path / "prepared")
+    model = load(prepared, dtype, int8(kernels, dtype))
+    assert_same_bits(model, kernels, THREADS, has_images=True)
+    assert_same_bits(model, kernels)
+    stack = model._stacks[:1]
+    with_images, text = (StackRunner(model, kernels, stack, each).run() for each in (True, False))
+    assert not any(map(torch.equal, with_images, text))
+
+
+@best_variant
+def test_a_position_of_an_image_beyond_the_length_is_refused(
+    variant: KernelVariant,
+    use_variant: Callable[[KernelVariant], Kernels],
+    tmp_path: Path,
+) -> None:
+    kernels = use_variant(variant)
+    save_vision_model("qwen2_5_vl", tmp_path / "model")
+    prepared = prepare_vision_model(tmp_path / "model", tmp_path / "prepared")
+    model = load(prepared, torch.float32, DenseFormat(torch.float32))
+    runner = StackRunner(model, kernels, model._stacks[:1])
+    runner.run()
+    tokens, places = torch.zeros(70, dtype=torch.int64), torch.full((3, 70), 5)
+    places[1] = 512
+    with pytest.raises(IndexError):
+        model.forward(tokens, places, runner.attention)
 
 
 @best_variant

@@ -7,6 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from worker.models.config_reader import ConfigReader
 from worker.models.rope import DefaultRope, FactorsRope, rope_from_config
@@ -70,6 +73,30 @@ def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
     assert (turned.shape, turned.dtype) == (heads.shape, dtype)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(turned, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_three_positions_equal_transformers(interleaved: bool) -> None:
+    """The last heads have more frequencies than M-RoPE's interleaved sections reach."""
+    cls = Qwen3VLTextRotaryEmbedding if interleaved else Qwen2_5_VLRotaryEmbedding
+    for sections, partial in (([3, 3, 2], 1.0), ([4, 2, 2], 1.0), ([2, 1, 1], 0.5)):
+        values: dict[str, object] = {"rope_theta": 100.0, "mrope_section": sections}
+        values |= {"mrope_interleaved": True} if interleaved else {}
+        config = Qwen3VLTextConfig(
+            head_dim=int(16 * partial),
+            max_position_embeddings=64,
+            rope_parameters={"rope_type": "default", **values},
+        )
+        rope = rope_from_config(ConfigReader({"rope_parameters": values}), 64)
+        rotary = RotaryEmbedding(rope, 16, 64, torch.device("cpu"), int(16 * partial))
+        places = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(2))
+        half = int(8 * partial)
+        cosines, sines = cls(config)(torch.zeros(1), places[:, None])
+        found = rotary.at(places)
+        torch.testing.assert_close(found[:, 0, :half], cosines[0, :, :half], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[:, 1, :half], sines[0, :, :half], rtol=1e-6, atol=1e-6)
+        assert (found[:, 0, half:] == 1.0).all()
+        assert torch.equal(rotary.at(places[:1].expand(3, -1)), rotary.at(places[0]))
 
 
 def test_strided_heads_are_rotated_like_contiguous_ones() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -17,9 +18,11 @@ from tests.fakes.devices import CPU, GPU, REFERENCE
 from tests.fakes.prepared_models import spec_of
 from tests.fakes.tiny_vision import (
     GEMMA_PLACEHOLDER,
+    GRIDS,
     IMAGE_ID,
     VISION_MODELS,
     VOCABULARY,
+    pixels_of,
     prepare_vision_model,
     random_image,
     reference_inputs,
@@ -51,20 +54,22 @@ def inputs_of(name: str, images: Sequence[Image.Image], text: str = "") -> dict[
 
 @torch.inference_mode()
 def features(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return the rows of transformers' model for the images, one image after the other."""
-    keys = ("pixel_values", "pixel_attention_mask")
+    """Return the rows of transformers' model for the images, one image after the other.
+
+    Those of DeepStack stand behind them.
+    """
+    keys = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
     found = model.get_image_features(**{key: inputs[key] for key in keys if key in inputs})
-    return torch.cat(list(found.pooler_output))
+    stacked = getattr(found, "deepstack_features", None) or []
+    return torch.cat([torch.cat(list(each)) for each in (found.pooler_output, *stacked)], dim=1)
 
 
-def pixels_of(inputs: dict[str, Any]) -> torch.Tensor:
-    """Return the pixels of the only image, [tiles, 3, side, side]."""
-    pixels: torch.Tensor = inputs["pixel_values"]
-    return pixels[0] if pixels.dim() == 5 else pixels
+Picture = tuple[torch.Tensor, tuple[int, ...]]
+"""Pixels and grid."""
 
 
-def encode(encoder: VisionEncoder, pixels: torch.Tensor, *shares: float) -> torch.Tensor:
-    encoding = encoder.begin(pixels)
+def encode(encoder: VisionEncoder, pixels: Picture, *shares: float) -> torch.Tensor:
+    encoding = encoder.begin(*pixels)
     for share in (*shares, 1.0):
         encoding.advance(share)
     assert len(encoding.output) == encoding.num_embeds
@@ -83,13 +88,14 @@ def test_rows_of_images(name: str, device: HostDevice, tmp_path: Path) -> None:
     encoder = load_vision(prepared, torch.float32, device)
     assert prepared.vision is not None
     most = 0
-    for shape in IMAGES:
-        inputs = inputs_of(name, [image(shape)])
+    long = random_image(1, 2000, 10)
+    for picture in (*map(image, IMAGES), long):
+        inputs = inputs_of(name, [picture])
         expected = features(model, inputs)
         assert_equal_rows(encode(encoder, pixels_of(inputs)), expected)
         assert len(expected) == (inputs["input_ids"] == IMAGE_ID).sum()
         most = max(most, len(expected))
-    assert most == encoder.max_embeds == prepared.vision.max_embeds
+    assert 0.9 * encoder.max_embeds < most <= encoder.max_embeds == prepared.vision.max_embeds
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 64, 1000])
@@ -121,13 +127,13 @@ def test_a_slice_is_a_part_of_the_work(tmp_path: Path) -> None:
     for layer in encoder.layers:
         compute_keys = layer.compute_keys
 
-        def counted(residual: torch.Tensor, qkv: torch.Tensor, compute: Any = compute_keys) -> None:
+        def counted(residual: torch.Tensor, *others: Any, compute: Any = compute_keys) -> None:
             counts.append(residual.shape[1])
-            compute(residual, qkv)
+            compute(residual, *others)
 
         layer.compute_keys = counted  # type: ignore[method-assign]
     assert count_rows() == [4] * 9 * 3
-    encoding = encoder.begin(pixels_of(inputs_of("gemma3", [image("tall")])))
+    encoding = encoder.begin(*pixels_of(inputs_of("gemma3", [image("tall")])))
     done = []
     for step in range(1, 11):
         counts.clear()
@@ -173,6 +179,12 @@ def test_bfloat16(name: str, tmp_path: Path) -> None:
         ("idefics3", {"scale_factor": 3}),
         ("gemma3", {"mm_tokens_per_image": 4}),
         ("gemma3", {"vision_config": {"num_attention_heads": 2, "vision_use_head": True}}),
+        ("qwen2_vl", {"vision_config": {"mlp_ratio": 3, "hidden_act": "gelu"}}),
+        ("qwen2_5_vl", {"vision_config": {"window_size": 31, "fullatt_block_indexes": []}}),
+        ("qwen2_5_vl", {"vision_config": {"window_size": 1000}}),
+        ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [1]}}),
+        ("qwen3_vl", {"vision_config": {"num_position_embeddings": 400, "num_heads": 2}}),
+        ("qwen3_5", {"vision_config": {"rope_parameters": {"rope_theta": 50.0}}}),
     ],
 )
 def test_settings(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -191,7 +203,7 @@ def test_tiles_of_another_size(side: int, tmp_path: Path) -> None:
     encoder = load_vision(prepared, torch.float32, CPU)
     pixels = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(side))
     expected = features(model, {"pixel_values": pixels[None]})
-    assert_equal_rows(encode(encoder, pixels), expected)
+    assert_equal_rows(encode(encoder, (pixels, ())), expected)
 
 
 @torch.inference_mode()
@@ -260,8 +272,13 @@ def test_bytes_for_the_memory_plan(name: str, tmp_path: Path) -> None:
     sizes = vision_bytes(prepared, torch.float32, CPU)
     assert sizes.weights == spec.weight_bytes(4) == 2 * spec.weight_bytes(2)
     inputs = inputs_of(name, [image("tall")])
+    if name in GRIDS:  # the largest of this form
+        inputs = inputs_of(name, [random_image(1, 144, 8)])
+        spec = spec.at_most(18)
+        prepared = replace(prepared, vision=replace(prepared.vision, max_embeds=18))
+        sizes = vision_bytes(prepared, torch.float32, CPU)
     pixels = pixels_of(inputs)
-    assert len(pixels) == spec.max_tiles
+    assert pixels[0].nbytes == sizes.pixels
     encoder = load_vision(prepared, torch.float32, CPU)
     assert encode(encoder, pixels).nbytes == sizes.output
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -288,6 +305,28 @@ def test_pixels_of_another_shape(shape: tuple[int, ...], tmp_path: Path) -> None
     encoder = load_vision(prepared, torch.float32, CPU)
     with pytest.raises(ValueError, match="at most 1 tiles of 3 x 24 x 24 are needed"):
         encoder.begin(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid"),
+    [
+        ((16, 3, 4, 4), ()),
+        ((16, 3, 4, 4), (4, 4)),
+        ((16, 3, 4, 4), (2, 4, 2)),
+        ((16, 3, 4, 4), (1, 4, 6)),
+        ((12, 3, 4, 4), (1, 4, 3)),
+        ((16, 3, 8, 8), (1, 4, 4)),
+        ((248, 3, 4, 4), (1, 2, 124)),
+        ((0, 3, 4, 4), (1, 0, 4)),
+    ],
+)
+def test_grids_that_do_not_fit(
+    shape: tuple[int, ...], grid: tuple[int, ...], tmp_path: Path
+) -> None:
+    _, prepared = saved("qwen2_5_vl", tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"patches of \[3, 4, 4\] are needed, for at most 61 rows"):
+        encoder.begin(torch.zeros(shape), grid)
 
 
 @pytest.mark.parametrize("shape", [(6, 3, 24, 24), (5, 3, 28, 28), (1, 3, 4, 4), (1, 3, 12, 12)])
@@ -373,6 +412,77 @@ def test_refused_settings(
     assert message in str(error.value)
 
 
+GRID_TOWER = {
+    "depth": 3,
+    "hidden_size": 48,
+    "out_hidden_size": 64,
+    "intermediate_size": 80,
+    "num_heads": 4,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "hidden_act": "silu",
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+}
+QWEN2, QWEN3 = (f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL"))
+MROPE = {"mrope_section": [3, 3, 2]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tower", "rope", "images", "message"),
+    [
+        (QWEN2, {"num_heads": 5}, {}, {}, "num_heads = 5: hidden_size = 48 must be a multiple"),
+        (QWEN2, {"out_hidden_size": 32}, {}, {}, "out_hidden_size = 32: the language model has"),
+        (QWEN2, {"window_size": 7}, {}, {}, "window_size = 7: at least 8 pixels are needed"),
+        (QWEN2, {"fullatt_block_indexes": [3]}, {}, {}, "fullatt_block_indexes = [3]: numbers of"),
+        (QWEN2, {"hidden_act": "mish"}, {}, {}, "hidden_act = 'mish': supported"),
+        (QWEN2, {}, {"mrope_section": None}, {}, "mrope_section = None: images need it"),
+        (QWEN2, {}, {"mrope_section": [3, 3]}, {}, "mrope_section = [3, 3]: 3 whole numbers"),
+        (QWEN2, {}, {"mrope_section": [3, 3, 3]}, {}, "mrope_section = [3, 3, 3]: 8 frequencies"),
+        (
+            QWEN2,
+            {},
+            {"mrope_interleaved": True},
+            {},
+            "mrope_interleaved = True: False is supported",
+        ),
+        (QWEN2, {}, {}, {"patch_size": 14}, "preprocessor_config.json: patch_size = 14: supported"),
+        (
+            QWEN2,
+            {},
+            {},
+            {"merge_size": 1},
+            "preprocessor_config.json: merge_size = 1: supported: 2",
+        ),
+        (QWEN2, {}, {}, {"max_pixels": "x"}, "preprocessor_config.json: longest_edge = 'x'"),
+        (QWEN3, {}, {}, {}, "mrope_interleaved = None: True is supported"),
+        (QWEN3, {"num_position_embeddings": 24}, {}, {}, "embeddings = 24: a square is needed"),
+        (QWEN3, {"deepstack_visual_indexes": [2, 0]}, {}, {}, "deepstack_visual_indexes = [2, 0]"),
+        (QWEN3, {"rope_parameters": {"rope_type": "x"}}, {}, {}, "rope_type = 'x': supported"),
+    ],
+)
+def test_refused_settings_of_grids(
+    architecture: str,
+    tower: dict[str, Any],
+    rope: dict[str, Any],
+    images: dict[str, Any],
+    message: str,
+) -> None:
+    config = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vision_config": GRID_TOWER | tower,
+        "rope_parameters": MROPE | rope,
+    }
+    with pytest.raises(ModelError) as error:
+        vision_spec(architecture, config, images)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("images", "tiles"),
     [
@@ -439,5 +549,6 @@ def test_a_damaged_file_of_the_image_processor(tmp_path: Path) -> None:
 
 
 def test_the_list_of_families() -> None:
-    assert {each.architecture for each in VISION_MODELS.values()} == set(VISION_FAMILIES)
+    moe = {f"{name}MoeForConditionalGeneration" for name in ("Qwen3VL", "Qwen3_5")}
+    assert {each.architecture for each in VISION_MODELS.values()} | moe == set(VISION_FAMILIES)
     assert list(VISION_FAMILIES) == sorted(VISION_FAMILIES)

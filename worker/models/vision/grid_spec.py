@@ -256,8 +256,16 @@ def _check_mrope(config: VisionConfig, interleaved: bool) -> None:
     text = config.text
     key = "rope_scaling" if text.mapping("rope_scaling") else "rope_parameters"
     rope = ConfigReader(text.mapping(key), f"config.json: {key}")
-    if not mrope_axes(rope):
+    axes = mrope_axes(rope)
+    if not axes:
         raise rope.refusal("mrope_section", None, "images need it")
+    head = text.integer(
+        "head_dim", text.integer("hidden_size") // text.integer("num_attention_heads")
+    )
+    factor = rope.number("partial_rotary_factor", 1.0)
+    if len(axes) != int(head * factor) // 2:
+        reason = f"{int(head * factor) // 2} frequencies rotate"
+        raise rope.refusal("mrope_section", rope.get("mrope_section"), reason)
     if rope.flag("mrope_interleaved", False) != interleaved:
         value = rope.get("mrope_interleaved")
         raise rope.refusal("mrope_interleaved", value, f"{interleaved} is supported")
