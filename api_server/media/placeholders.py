@@ -74,18 +74,19 @@ class RowPlaceholders(Placeholders):
 
 
 class GridPlaceholders(Placeholders):
-    """Qwen-VL: an image token for each square of patches; the template writes markers around it.
+    """Qwen-VL: an image token for each square of patches between markers, as templates write one.
 
     merge: patches of a side of a square.
     """
 
-    def __init__(self, image_token: str, merge: int) -> None:
-        super().__init__(image_token, image_token)
+    def __init__(self, begin: str, image_token: str, end: str, merge: int) -> None:
+        super().__init__(f"{begin}{image_token}{end}", image_token)
+        self._begin, self._end = begin, end
         self._merge = merge
 
     def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
         num_embeds = math.prod(grid) // self._merge**2
-        return Expansion(self.image_token * num_embeds, num_embeds)
+        return Expansion(f"{self._begin}{self.image_token * num_embeds}{self._end}", num_embeds)
 
 
 class TilePlaceholders(Placeholders):
@@ -151,7 +152,10 @@ def read_placeholders(model: PreparedModel, token_text: Callable[[int], str]) ->
         num_extra = int(has_class_token) - int(drops_first)
         return RowPlaceholders(image_token, _positive(vision, "patch_size", 14), num_extra)
     if architecture in GRIDS:
-        return GridPlaceholders(image_token, _positive(vision, "spatial_merge_size", 2))
+        ids = (config.get(f"vision_{name}_token_id") for name in ("start", "end"))
+        begin, end = (token_text(each) or "" if type(each) is int else "" for each in ids)
+        merge = _positive(vision, "spatial_merge_size", 2)
+        return GridPlaceholders(begin, image_token, end, merge)
     if architecture in TILED:
         scale, patch = _positive(config, "scale_factor", 2), _positive(vision, "patch_size", 32)
         fake, whole = "<fake_token_around_image>", "<global-img>"

@@ -108,7 +108,11 @@ class Served:
         assert answer["choices"][0]["token_ids"] == output[0, len(tokens) :].tolist()
 
 
-@pytest.fixture(scope="module", params=list(VISION_MODELS))
+OTHERS = ("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe")
+"""Models that are much like another one; tests/worker/test_images.py has them."""
+
+
+@pytest.fixture(scope="module", params=[each for each in VISION_MODELS if each not in OTHERS])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

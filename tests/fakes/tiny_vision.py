@@ -148,7 +148,12 @@ def _grid(name: str, text: dict[str, Any], vision: dict[str, Any], processor: st
         f"{name}ForConditionalGeneration",
         _TEXT | text,
         _GRID_TOWER | vision,
-        {"image_token_id": IMAGE_ID, "tie_word_embeddings": False},
+        {
+            "image_token_id": IMAGE_ID,
+            "vision_start_token_id": VOCABULARY.index(GEMMA_PLACEHOLDER),
+            "vision_end_token_id": VOCABULARY.index("<end_of_image>"),
+            "tie_word_embeddings": False,
+        },
         Qwen2VLImageProcessorPil(
             size={"shortest_edge": 256, "longest_edge": 1152}, patch_size=4, merge_size=2
         ),
@@ -174,6 +179,20 @@ _GRID_TOWER: Final[dict[str, Any]] = {
     "out_hidden_size": 64,
 }
 _WITH_POSITIONS: Final = {"num_position_embeddings": 25}
+_EXPERTS: Final[dict[str, Any]] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+_QWEN3_5: Final[dict[str, Any]] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    **_mrope(True, partial_rotary_factor=0.5),
+}
 
 VISION_MODELS: Final[dict[str, VisionModel]] = {
     "llava": _llava(
@@ -225,17 +244,25 @@ VISION_MODELS: Final[dict[str, VisionModel]] = {
         {"deepstack_visual_indexes": [0, 2], **_WITH_POSITIONS},
         "Qwen3VLProcessor",
     ),
+    "qwen3_vl_moe": _grid(
+        "Qwen3VLMoe",
+        {"model_type": "qwen3_vl_moe_text", **_EXPERTS, **_mrope(True)},
+        {"deepstack_visual_indexes": [1, 2, 3], **_WITH_POSITIONS},
+        "Qwen3VLProcessor",
+    ),
     "qwen3_5": _grid(
         "Qwen3_5",
+        {"model_type": "qwen3_5_text", **_QWEN3_5},
+        _WITH_POSITIONS,
+        "Qwen3VLProcessor",
+    ),
+    "qwen3_5_moe": _grid(
+        "Qwen3_5Moe",
         {
-            "model_type": "qwen3_5_text",
-            "head_dim": 32,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            **_mrope(True, partial_rotary_factor=0.5),
+            "model_type": "qwen3_5_moe_text",
+            "shared_expert_intermediate_size": 32,
+            **_EXPERTS,
+            **_QWEN3_5,
         },
         _WITH_POSITIONS,
         "Qwen3VLProcessor",

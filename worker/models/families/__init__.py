@@ -121,6 +121,5 @@ has `mmproj` in its name:"""
 _WRAPPED: Final = """\
 Other folders in which one of these language models stands beside a vision or an audio part load as
 the language model alone, for text (`...ForConditionalGeneration` with a `text_config`: Mistral
-Small 3.1, Ministral 3, InternVL, Qwen2-VL to Qwen3-VL with and without experts, GLM-4.5V, Qwen 3.5,
-Kimi K2.5 and others)."""
+Small 3.1, Ministral 3, InternVL, GLM-4.5V, Kimi K2.5 and others)."""
 """Below the tables."""

@@ -1,4 +1,4 @@
-"""Qwen 3.5, text only: three of four layers are gated delta-rule layers."""
+"""The language model of Qwen 3.5: three of four layers are gated delta-rule layers."""
 
 from typing import TYPE_CHECKING
 

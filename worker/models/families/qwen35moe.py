@@ -1,4 +1,4 @@
-"""Qwen 3.5 with a mixture of experts in every layer, text only."""
+"""The language model of Qwen 3.5 with a mixture of experts in every layer."""
 
 from typing import TYPE_CHECKING
 

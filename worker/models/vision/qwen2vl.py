@@ -42,6 +42,6 @@ FAMILY = VisionFamily(
         "Qwen2VLForConditionalGeneration": "Qwen2-VL",
         "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     },
-    settings=(),
+    settings=("vision_start_token_id", "vision_end_token_id"),
     spec=spec,
 )

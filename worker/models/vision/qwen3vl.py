@@ -41,6 +41,6 @@ FAMILY = VisionFamily(
         "Qwen3_5ForConditionalGeneration": "Qwen 3.5",
         "Qwen3_5MoeForConditionalGeneration": "Qwen 3.5 with experts",
     },
-    settings=(),
+    settings=("vision_start_token_id", "vision_end_token_id"),
     spec=spec,
 )
