@@ -15,18 +15,17 @@ tiles.py and grids.py have the two kinds of encoders.
 """
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from worker.attention.backend import Rotation
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
+from worker.layers.tower_attention import TileHeads, TowerAttention
 from worker.models.layer_device import LayerDevice
 from worker.models.rotary import rotate
 from worker.models.vision.spec import VisionActivation, VisionSpec
@@ -76,6 +75,11 @@ def unit_rows(device: LayerDevice) -> int:
     return _UNIT_ROWS if device.has_results else _ALL_ROWS
 
 
+def tower_attention(spec: VisionSpec, dtype: torch.dtype, device: LayerDevice) -> TowerAttention:
+    """Return the attention of a vision part's layers on a device."""
+    return device.tower_attention(spec.num_heads, spec.hidden_size // spec.num_heads, dtype)
+
+
 def vision_activation(
     name: VisionActivation, device: LayerDevice
 ) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -121,7 +125,6 @@ class TowerLayer:
 
     def __init__(
         self,
-        num_heads: int,
         norms: Sequence[Norm],
         qkv: Linear,
         out: Linear,
@@ -131,48 +134,46 @@ class TowerLayer:
         has_windows: bool = False,
     ) -> None:
         self.has_windows = has_windows
-        self._num_heads = num_heads
         self._norm1, self._norm2 = norms
         self._qkv, self._out, self._inner, self._down = qkv, out, inner, down
         self._activation = activation
 
     def compute_keys(
-        self, residual: torch.Tensor, qkv: torch.Tensor, rotations: Rotation | None
+        self,
+        residual: torch.Tensor,
+        heads: TileHeads,
+        tiles: slice,
+        rows: slice,
+        rotations: Rotation | None,
     ) -> None:
-        """Write queries, keys and values [tiles, rows, 3 * hidden] of these rows.
+        """Give `heads` the queries, keys and values of these rows [tiles, rows, hidden].
 
-        rotations: of the rows; None: of none.
+        rotations: of a tile; None: of none.
         """
-        own, size = residual.view(-1, residual.shape[-1]), residual.shape[-1]
-        flat = qkv.view(-1, 3 * size)
-        self._qkv.into(self._norm1(own), flat)
+        own = residual[tiles, rows].flatten(0, 1)
+        qkv = self._qkv(self._norm1(own))
         if rotations is not None:
-            heads = flat[:, : 2 * size].unflatten(1, (2 * self._num_heads, -1))
-            heads.copy_(rotate(heads, rotations))
+            turned = qkv[:, : 2 * own.shape[1]].unflatten(1, (-1, 2 * rotations.shape[2]))
+            of_rows = rotations[rows].repeat(tiles.stop - tiles.start, 1, 1)
+            turned.copy_(rotate(turned, of_rows))
+        heads.write(tiles, rows, qkv)
 
     def mix(
-        self, residual: torch.Tensor, rows: slice, qkv: torch.Tensor, windows: Sequence[int]
+        self,
+        residual: torch.Tensor,
+        heads: TileHeads,
+        tiles: slice,
+        rows: slice,
+        windows: Sequence[int],
     ) -> None:
-        """Add attention and MLP to these rows of the residual [tiles, rows, hidden].
+        """Add attention and MLP to these rows; `heads` has all rows of their tiles.
 
-        qkv: of whole tiles. windows: as in Layout.
+        windows: as in Layout.
         """
-        tiles, tokens, _ = qkv.shape
-        heads = qkv.view(tiles, tokens, 3, self._num_heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = heads.unbind()
-        bounds = windows if self.has_windows else (0, tokens)
-        parts = []
-        for index in range(bisect_right(bounds, rows.start) - 1, len(bounds) - 1):
-            first, end = bounds[index], bounds[index + 1]
-            if first >= rows.stop:
-                break
-            own = query[:, :, max(first, rows.start) : min(end, rows.stop)]
-            seen = slice(first, end)
-            parts.append(F.scaled_dot_product_attention(own, key[:, :, seen], value[:, :, seen]))
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        flat = residual.view(-1, residual.shape[-1])
-        flat.copy_(self._out.add_to(flat, mixed.transpose(1, 2).reshape(flat.shape)))
-        flat.copy_(self._down.add_to(flat, self._activation(self._inner(self._norm2(flat)))))
+        own = residual[tiles, rows].view(-1, residual.shape[-1])
+        mixed = heads.attend(tiles, rows, windows if self.has_windows else ())
+        own.copy_(self._out.add_to(own, mixed))
+        own.copy_(self._down.add_to(own, self._activation(self._inner(self._norm2(own)))))
 
 
 class VisionEncoder(ABC):
@@ -190,6 +191,7 @@ class VisionEncoder(ABC):
         self.max_embeds = spec.max_embeds
         self.device = weights.device.torch_device
         self.unit_rows = unit_rows(weights.device)
+        self.attention = tower_attention(spec, weights.dtype, weights.device)
         self.layers = list(layers)
 
     def begin(self, pixels: torch.Tensor, grid: tuple[int, ...] = ()) -> "Encoding":
@@ -269,7 +271,7 @@ class Encoding:
         size, dtype, device = spec.hidden_size, encoder.dtype, encoder.device
         shape = layout.num_tiles, layout.num_tokens
         residual = torch.empty(*shape, size, dtype=dtype, device=device)
-        qkv = torch.empty(*shape, 3 * size, dtype=dtype, device=device)
+        heads = encoder.attention.tiles(*shape, dtype, device)
         output_shape = layout.num_tiles, layout.num_embeds, spec.row_numbers
         output = torch.empty(*output_shape, dtype=dtype, device=device)
         self._output = output.flatten(0, 1)
@@ -282,11 +284,10 @@ class Encoding:
             if number in spec.feature_layers:
                 features[number] = residual.clone()
             for tiles, rows in blocks:
-                turned = None if layout.rotations is None else layout.rotations[rows]
-                layer.compute_keys(residual[tiles, rows], qkv[tiles, rows], turned)
+                layer.compute_keys(residual, heads, tiles, rows, layout.rotations)
                 yield spec.key_flops * _num_rows(tiles, rows)
             for tiles, rows in blocks:
-                layer.mix(residual[tiles, rows], rows, qkv[tiles], layout.windows)
+                layer.mix(residual, heads, tiles, rows, layout.windows)
                 yield self._mixing_flops[number] * _num_rows(tiles, rows)
         features[len(encoder.layers)] = residual
         read = [features[number] for number in spec.feature_layers]

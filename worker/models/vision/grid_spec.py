@@ -60,7 +60,7 @@ class GridSpec(VisionSpec):
     merge: int
     depth: int
     size: int
-    num_heads: int
+    heads: int
     norm: Literal["rms", "layer"]
     mlp: tuple[str, ...]
     intermediate_size: int
@@ -80,6 +80,10 @@ class GridSpec(VisionSpec):
     @property
     def hidden_size(self) -> int:
         return self.size
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads
 
     @property
     def head_size(self) -> int:
@@ -166,10 +170,10 @@ class GridSpec(VisionSpec):
         columns = self.intermediate_size * len(self.mlp)
         return 2 * self.size * (self.size + columns + 2 * num_seen)
 
-    def activation_bytes(self, itemsize: int) -> int:
+    def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
         """As in other specs, with the rotations of all patches."""
         rotations = self.most_tokens * self.head_size * _FLOAT32
-        return super().activation_bytes(itemsize) + rotations
+        return super().activation_bytes(itemsize, attention_numbers) + rotations
 
     @property
     def pixel_bytes(self) -> int:
@@ -226,7 +230,7 @@ def read_grid(
         merge=merge,
         depth=tower.integer("depth"),
         size=hidden,
-        num_heads=heads,
+        heads=heads,
         norm=norm,
         mlp=mlp,
         intermediate_size=intermediate or tower.integer("intermediate_size"),

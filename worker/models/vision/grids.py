@@ -55,7 +55,6 @@ def _layer(spec: GridSpec, number: int, weights: VisionWeights) -> TowerLayer:
     *inner, down = (f"{prefix}mlp.{name}" for name in spec.mlp)
     device = weights.device
     return TowerLayer(
-        spec.num_heads,
         [weights.norm(f"{prefix}norm{index}", _NORM_EPS) for index in (1, 2)],
         weights.linear(f"{prefix}attn.qkv"),
         weights.linear(f"{prefix}attn.proj"),

@@ -135,6 +135,10 @@ class TileSpec(VisionSpec):
         return self.tower.hidden_size
 
     @property
+    def num_heads(self) -> int:
+        return self.tower.num_heads
+
+    @property
     def feature_layers(self) -> tuple[int, ...]:
         if isinstance(self.projector, MlpProjector):
             return self.projector.feature_layers

@@ -28,7 +28,6 @@ def _layer(spec: TowerSpec, number: int, weights: VisionWeights) -> TowerLayer:
     prefix = f"{TOWER}encoder.layers.{number}."
     attention = f"{prefix}self_attn."
     return TowerLayer(
-        spec.num_heads,
         [weights.norm(f"{prefix}layer_norm{index}", spec.norm_eps) for index in (1, 2)],
         weights.linear(*(f"{attention}{name}_proj" for name in "qkv")),
         weights.linear(f"{attention}out_proj"),
