@@ -142,7 +142,9 @@ def so400m(side: int) -> TileSpec:
         TOWER_KEY: tower,
         SETTINGS_KEY: {"mm_tokens_per_image": (side // _PATCH // 4) ** 2},
     }
-    return vision_spec("Gemma3ForConditionalGeneration", config, {})
+    spec = vision_spec("Gemma3ForConditionalGeneration", config, {})
+    assert isinstance(spec, TileSpec)
+    return spec
 
 
 def layer_flops(spec: TileSpec) -> tuple[float, float]:

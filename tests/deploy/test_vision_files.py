@@ -81,6 +81,18 @@ def test_the_prepared_folder(name: str, tmp_path: Path) -> None:
     load_model(prepared, spec_of(prepared), torch.float32, CPU, lambda fraction: None)
 
 
+def test_images_of_any_size_have_at_most_the_tokens_of_a_request(tmp_path: Path) -> None:
+    for name, most in (("qwen2_5_vl", 30), ("idefics3", 45)):
+        save_vision_model(name, tmp_path / name)
+        prepared = prepare_vision_model(tmp_path / name, tmp_path / f"{name} prepared")
+        assert prepared.served_with(1, None) == prepared.served_with(1, 100) == prepared
+        shorter = prepared.served_with(1, 30)
+        assert shorter.vision is not None
+        assert shorter.vision.max_embeds == most
+        assert load_vision(shorter, torch.float32, CPU).max_embeds == most
+        assert prepared.served_with(0, 30).vision is None
+
+
 GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",
