@@ -33,6 +33,10 @@ from worker.models.vision.spec import VisionActivation, VisionSpec
 _UNIT_ROWS: Final = 64
 """Rows of a unit on a device whose results are there when a call returns: enough for a product to
 be fast, and a few milliseconds of one core."""
+_UNIT_TOKENS: Final = 4096
+"""Tokens of a tile up to which a unit has these rows; with more, of which each row sees all, it has
+fewer, so that its attention takes no longer."""
+_LEAST_ROWS: Final = 16
 _ALL_ROWS: Final = 1 << 20
 """Rows of a unit on other devices, which compute an image as a whole."""
 _QUICK: Final = 1.702
@@ -304,6 +308,9 @@ class Encoding:
         num_rows: of a tile. Rows of a part of a tile begin and end at multiples of `multiple`.
         """
         most, num_tiles = self._encoder.unit_rows, self._layout.num_tiles
+        if self._layout.num_tokens > _UNIT_TOKENS:
+            fewer = most * _UNIT_TOKENS // self._layout.num_tokens
+            most = min(most, max(fewer, _LEAST_ROWS))
         if num_rows <= most:
             step = most // num_rows
             for first in range(0, num_tiles, step):

@@ -43,6 +43,7 @@ class GridSpec(VisionSpec):
 
     patch_size: pixels of a side. frames: how often the product of a patch reads its pixels.
     patch_bias: of this product. merge: patches of a side of the square that becomes a row.
+    depth, size, heads: layers of the tower, numbers of a token, heads of a layer.
     norm: before attention and MLP. mlp: products of the MLP by name; three with a gate.
     theta: base of the rotary frequencies of rows and columns.
     window: patches of a side of the windows of layers that are not in full_layers; 0: none.
