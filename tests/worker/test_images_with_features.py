@@ -118,8 +118,13 @@ def test_the_experts_of_image_tokens_are_those_of_transformers(tmp_path: Path) -
         assert torch.equal(found.view(expected.shape).sort(-1).values.long(), expected)
 
 
-@pytest.mark.parametrize("has_draft_model", [False, True])
-@pytest.mark.parametrize("name", ["llava", "smolvlm", *GRIDS])
+@pytest.mark.parametrize(
+    ("name", "has_draft_model"),
+    [
+        *((name, False) for name in ("llava", "smolvlm", *GRIDS)),
+        *((name, True) for name in ("llava", "smolvlm", "qwen2_5_vl", "qwen3_vl_moe")),
+    ],
+)
 def test_drafts_change_no_token(name: str, has_draft_model: bool, tmp_path: Path) -> None:
     """Some are accepted, and some are not. A draft model knows nothing of the images."""
     case = Case(name, tmp_path)
