@@ -1,8 +1,8 @@
 """Attention in a vision tower: a patch sees all patches of its tile, or of its window in the tile.
 
 It is computed in two stages, so that an image may be encoded some rows at a time: `write` for all
-rows of a tile, then `attend` for any of them. Rows have the same bits in whichever units they
-are computed.
+rows of a tile, then `attend` for any of them, in the same units each time. On a CPU rows without
+windows have the same bits in whichever units they are computed.
 """
 
 from abc import ABC, abstractmethod

@@ -276,7 +276,10 @@ def test_bytes_for_the_memory_plan(name: str, tmp_path: Path) -> None:
     spec = read_vision_spec(prepared)
     tensors = load_file(tmp_path / "model/model.safetensors")
     is_text = ("language_model", "model.text_model", "lm_head")
-    files = sum(each.nbytes for key, each in tensors.items() if not key.startswith(is_text))
+    own = {key: each for key, each in tensors.items() if not key.startswith(is_text)}
+    if name in GRIDS:  # some are saved with the language model's names of older versions
+        own = {key: each for key, each in tensors.items() if "visual." in key}
+    files = sum(each.nbytes for each in own.values())
     assert 0.7 * files < spec.weight_bytes(4) <= files
     sizes = vision_bytes(prepared, torch.float32, CPU)
     assert sizes.weights == spec.weight_bytes(4) == 2 * spec.weight_bytes(2)
@@ -296,7 +299,8 @@ def test_bytes_for_the_memory_plan(name: str, tmp_path: Path) -> None:
     assert taken < sizes.activations < 3 * taken
     half = vision_bytes(prepared, torch.bfloat16, GPU)
     assert half.output * 2 == sizes.output
-    assert (half.activations > sizes.activations / 2) == (spec.most_tokens > 64)
+    if name not in GRIDS:  # which keep rotations in float32
+        assert (half.activations > sizes.activations / 2) == (spec.most_tokens > 64)
 
 
 def _peak(profile: Any) -> int:
@@ -568,7 +572,10 @@ def test_the_list_of_families() -> None:
 def test_attention_of_a_tower(
     windows: tuple[int, ...], head_dim: int, dtype: torch.dtype, error: float
 ) -> None:
-    """Against float64; each row has the same bits in any unit, of one tile or of several."""
+    """Against float64; each row has the same bits in any unit, of one tile or of several.
+
+    With windows, which torch computes, in those of whole tiles.
+    """
     num_tiles, num_tokens, num_heads = 3, 333, 4
     shape = num_tiles, num_tokens, 3, num_heads, head_dim
     qkv = torch.randn(shape, generator=torch.Generator().manual_seed(head_dim)).to(dtype)
@@ -602,4 +609,5 @@ def test_attention_of_a_tower(
         found[name] = result
     assert_equal_rows(found["whole"].double(), expected, error)
     assert torch.equal(found["tiles"], found["whole"])
-    assert torch.equal(found["rows"], found["whole"])
+    assert windows or torch.equal(found["rows"], found["whole"])
+    assert_equal_rows(found["rows"].double(), expected, error)

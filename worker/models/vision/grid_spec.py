@@ -30,6 +30,10 @@ from worker.models.vision.spec import (
 )
 
 _FLOAT32: Final = 4
+_PLACE_BYTES: Final = 16
+"""Of row and column of a patch."""
+_TAP_VECTORS: Final = 14
+"""Vectors of a patch while its position is interpolated between four: these twice, and results."""
 _MAX_ASPECT_RATIO: Final = 200
 """Of images; the image processor refuses longer ones."""
 _DEFAULT_PIXELS: Final = (56 * 56, 28 * 28 * 1280)
@@ -172,9 +176,17 @@ class GridSpec(VisionSpec):
         return 2 * self.size * (self.size + columns + 2 * num_seen)
 
     def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
-        """As in other specs, with the rotations of all patches."""
-        rotations = self.most_tokens * self.head_size * _FLOAT32
-        return super().activation_bytes(itemsize, attention_numbers) + rotations
+        """As in other specs, with the rotations and places of all patches."""
+        of_patch = self.head_size * _FLOAT32 + _PLACE_BYTES
+        return super().activation_bytes(itemsize, attention_numbers) + self.most_tokens * of_patch
+
+    def unit_bytes(self, itemsize: int, num_rows: int) -> int:
+        """As in other specs, or what interpolating positions takes if that is more."""
+        products = super().unit_bytes(itemsize, num_rows)
+        if not self.position_side:
+            return products
+        rows = min(num_rows, self.most_tokens)
+        return max(products, _FLOAT32 * rows * (_TAP_VECTORS * self.size + self.patch_numbers))
 
     @property
     def pixel_bytes(self) -> int:

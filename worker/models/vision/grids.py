@@ -82,7 +82,7 @@ class GridEncoder(VisionEncoder):
         self._patches = weights.linear(f"{TOWER}patch_embed.proj")
         self._positions: torch.Tensor | None = None
         if spec.position_side:
-            self._positions = weights.tensor(f"{TOWER}pos_embed.weight").float()
+            self._positions = weights.tensor(f"{TOWER}pos_embed.weight")
         self._mergers = [_Merger(spec, *each, weights) for each in spec.mergers]
 
     def layout(self, pixels: torch.Tensor, grid: tuple[int, ...]) -> Layout:
@@ -175,7 +175,7 @@ class GridEncoder(VisionEncoder):
         weights = torch.stack((1.0 - share, share), dim=2)
         index = (taps[:, 0, :, None] * side + taps[:, 1, None, :]).flatten(1)
         weight = (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
-        rows = self._positions[index.to(self.device)]
+        rows = self._positions[index.to(self.device)].float()
         return (rows * weight[..., None].to(self.device)).sum(1)
 
 
