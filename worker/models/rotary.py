@@ -50,10 +50,9 @@ class RotaryEmbedding:
             angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
             table[:, 0, : rotary_dim // 2] = angles.cos() * magnitude
             table[:, 1, : rotary_dim // 2] = angles.sin() * magnitude
-            self._columns = [
-                torch.tensor([i for i, each in enumerate(rope.axes) if each == axis], device=device)
-                for axis in range(1, MROPE_AXES)
-            ]
+        axes = () if isinstance(rope, NoRope) else rope.axes
+        columns = [[i for i, each in enumerate(axes) if each == axis] for axis in range(MROPE_AXES)]
+        self._columns = [torch.tensor(each, dtype=torch.int64, device=device) for each in columns]
         self.table = table.to(device)
         """Float32 [max_position, 2, head_dim / 2], contiguous."""
         self.query_scales: torch.Tensor | None = None
@@ -71,7 +70,7 @@ class RotaryEmbedding:
         if positions.dim() == 1:
             return self.table.index_select(0, positions)
         rotation = self.table.index_select(0, positions[0])
-        for places, columns in zip(positions[1:], self._columns, strict=True):
+        for places, columns in zip(positions[1:], self._columns[1:], strict=True):
             rotation[..., columns] = self.table.index_select(0, places)[..., columns]
         return rotation
 

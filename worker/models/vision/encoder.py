@@ -87,6 +87,7 @@ def tower_attention(spec: VisionSpec, dtype: torch.dtype, device: LayerDevice) -
 def vision_activation(
     name: VisionActivation, device: LayerDevice
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return an activation without a gate."""
     match name:
         case "quick_gelu":
             return lambda x: x * torch.sigmoid(_QUICK * x)

@@ -79,7 +79,7 @@ class GridSpec(VisionSpec):
     stacked_layers: tuple[int, ...] = ()
 
     @property
-    def mrope_merge(self) -> int:  # type: ignore[override]
+    def mrope_merge(self) -> int:
         return self.merge
 
     @property

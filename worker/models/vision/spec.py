@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from proto.messages.prepared_model import VISION_PREFIX
 from worker.models.config_reader import ConfigReader
@@ -44,13 +44,17 @@ class VisionSpec(ABC):
     """The vision part of a model.
 
     architecture: of the whole model. output_size: the hidden size of the language model.
+    is_bidirectional: as in VisionFacts.
     """
 
     architecture: str
     output_size: int
+    is_bidirectional: bool = False
 
-    is_bidirectional: ClassVar[bool] = False
-    mrope_merge: ClassVar[int] = 0
+    @property
+    def mrope_merge(self) -> int:
+        """As in VisionFacts."""
+        return 0
 
     @property
     @abstractmethod

@@ -122,13 +122,12 @@ class PoolProjector:
 class TileSpec(VisionSpec):
     """A vision part over tiles.
 
-    max_tiles: most tiles of an image. is_bidirectional: as in VisionFacts.
+    max_tiles: most tiles of an image.
     """
 
     tower: TowerSpec
     projector: MlpProjector | ShuffleProjector | PoolProjector
     max_tiles: int = 1
-    is_bidirectional: bool = False  # type: ignore[misc]
 
     @property
     def hidden_size(self) -> int:
