@@ -4,6 +4,7 @@ Wraps the parts of a model with timers; a kernel that runs all layers times them
 a step is found by subtraction.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -16,7 +17,7 @@ from worker.attention.state_cache import AttentionWithStates
 from worker.cpu.stack import KernelStack
 from worker.layers.linear import Linear, ResidualLinear
 from worker.models.decoder import Decoder
-from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
+from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack, RowAddition
 from worker.models.parts import LayerPart
 
 
@@ -77,9 +78,14 @@ class ClockedParts(EagerLayers):
         self._clock = clock
 
     def run(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        additions: Sequence[RowAddition] = (),
     ) -> torch.Tensor:
-        return super().run(hidden, positions, ClockedAttention(attention, self._clock))
+        clocked = ClockedAttention(attention, self._clock)
+        return super().run(hidden, positions, clocked, additions)
 
 
 class ClockedKernel:
@@ -94,11 +100,15 @@ class ClockedKernel:
         self.track_layers = stack.track_layers
 
     def run(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        additions: Sequence[RowAddition] = (),
     ) -> torch.Tensor:
         run = self._stack._run
         run.is_timed, run.product_ns, run.attention_ns = 1, 0, 0
-        hidden = self._stack.run(hidden, positions, attention)
+        hidden = self._stack.run(hidden, positions, attention, additions)
         self._clock.product += run.product_ns * 1e-9
         self._clock.attention += run.attention_ns * 1e-9
         return hidden

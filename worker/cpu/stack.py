@@ -187,8 +187,8 @@ class KernelStack:
         assert hidden.is_contiguous()
         assert positions.is_contiguous()
         assert (positions.shape[-1], positions.dtype) == (len(hidden), torch.int64)
-        description = self._description(len(hidden))
-        stack = description.structure
+        described = self._description(len(hidden))
+        stack = described.structure
         assert hidden.shape[1] == stack.hidden_size
         assert self._record is None or len(hidden) <= self._record.shape[1]
         if self._residuals is not None:
@@ -198,7 +198,7 @@ class KernelStack:
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
         run.positions, run.rotations = positions.data_ptr(), None
         if positions.dim() > 1:
-            rotations = [rotary.at(positions) for rotary in description.rotaries]
+            rotations = [rotary.at(positions) for rotary in described.rotaries]
             addresses = [each.data_ptr() for each in rotations]
             of_tables = (ctypes.c_void_p * len(addresses))(*addresses)
             run.rotations = ctypes.addressof(of_tables)

@@ -85,16 +85,29 @@ def tower_attention(spec: VisionSpec, dtype: torch.dtype, device: LayerDevice) -
 
 
 def vision_activation(
-    name: VisionActivation, device: LayerDevice
+    name: VisionActivation, device: LayerDevice, is_gated: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return an activation without a gate."""
+    """Return an activation. is_gated: of | gate | up |, the gate's times up."""
+    plain: Callable[[torch.Tensor], torch.Tensor]
     match name:
         case "quick_gelu":
-            return lambda x: x * torch.sigmoid(_QUICK * x)
+            plain = _quick_gelu
         case "relu":
-            return torch.relu
+            plain = torch.relu
         case _:
-            return device.gate(name, is_gated=False)
+            return device.gate(name, is_gated)
+    if not is_gated:
+        return plain
+
+    def times_up(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return plain(gate) * up
+
+    return times_up
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(_QUICK * x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +171,7 @@ class TowerLayer:
         own = residual[tiles, rows].flatten(0, 1)
         qkv = self._qkv(self._norm1(own))
         if rotations is not None:
-            turned = qkv[:, : 2 * own.shape[1]].unflatten(1, (-1, 2 * rotations.shape[2]))
+            turned = qkv[:, : 2 * own.shape[1]].view(len(own), -1, 2 * rotations.shape[2])
             of_rows = rotations[rows].repeat(tiles.stop - tiles.start, 1, 1)
             turned.copy_(rotate(turned, of_rows))
         heads.write(tiles, rows, qkv)

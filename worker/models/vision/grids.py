@@ -53,15 +53,12 @@ class _Merger:
 def _layer(spec: GridSpec, number: int, weights: VisionWeights) -> TowerLayer:
     prefix = f"{TOWER}blocks.{number}."
     *inner, down = (f"{prefix}mlp.{name}" for name in spec.mlp)
-    device = weights.device
     return TowerLayer(
         [weights.norm(f"{prefix}norm{index}", _NORM_EPS) for index in (1, 2)],
         weights.linear(f"{prefix}attn.qkv"),
         weights.linear(f"{prefix}attn.proj"),
         weights.linear(*inner),
-        device.gate(spec.activation)
-        if spec.is_gated
-        else vision_activation(spec.activation, device),
+        vision_activation(spec.activation, weights.device, spec.is_gated),
         weights.linear(down),
         has_windows=bool(spec.window) and number not in spec.full_layers,
     )
