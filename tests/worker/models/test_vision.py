@@ -34,6 +34,7 @@ from worker.layers.tower_attention import TileHeads
 from worker.loader.vision import load_vision, read_vision_spec, vision_bytes
 from worker.loader.weights import load_model
 from worker.models.vision import VISION_FAMILIES, vision_spec
+from worker.models.vision import encoder as encoder_module
 from worker.models.vision.encoder import VisionEncoder
 
 IMAGES = {"tall": (40, 60), "wide": (90, 20), "small": (9, 14), "square": (24, 24)}
@@ -150,6 +151,29 @@ def test_a_slice_is_a_part_of_the_work(tmp_path: Path) -> None:
         done.append(sum(counts))
     assert sum(done) == 3 * 36
     assert max(done) <= 36
+
+
+def test_units_of_large_images_have_fewer_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that attention of a unit to all patches takes no longer."""
+    monkeypatch.setattr(encoder_module, "_UNIT_TOKENS", 30)
+    model, prepared = saved("qwen2_5_vl", tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    inputs = inputs_of("qwen2_5_vl", [image("tall")])
+    pixels, grid = pixels_of(inputs)
+    rows = set()
+    for layer in encoder.layers:
+        mix = layer.mix
+
+        def counted(residual: torch.Tensor, heads: TileHeads, *others: Any, mix: Any = mix) -> None:
+            rows.add(others[1].stop - others[1].start)
+            mix(residual, heads, *others)
+
+        layer.mix = counted  # type: ignore[method-assign]
+    found = encode(encoder, (pixels, grid))
+    assert rows == {32, 60 - 32}
+    assert_equal_rows(found, features(model, inputs))
 
 
 def test_two_images_at_once(tmp_path: Path) -> None:
