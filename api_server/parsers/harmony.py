@@ -91,7 +91,7 @@ class HarmonyParser:
         self._encoding = encoding
         self._tool_names = tool_names
         self._is_shown = is_shown
-        self._held = ""  # the start of a marker
+        self._buffer = ""  # the start of a marker
         self._header: list[str] | None = []  # of the message; None after it
         self._header_length = 0
         self._kind: type[ReasoningText] | type[ContentText] = ContentText  # of the message's text
@@ -111,8 +111,8 @@ class HarmonyParser:
         return self._header is None and self._kind is ReasoningText
 
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
-        text = self._held + text
-        self._held = ""
+        text = self._buffer + text
+        self._buffer = ""
         position = 0
         while position < len(text):
             mark = text.find(MARK, position)
@@ -126,14 +126,14 @@ class HarmonyParser:
                 self._add_marker(found[1])
                 position = found.end()
             elif len(text) - mark < _MAX_MARKER:
-                self._held = text[mark:]
+                self._buffer = text[mark:]
                 break
             else:
                 position = mark + 1  # a mark alone has no meaning
         return self._pop_parts()
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
-        self._held = ""
+        self._buffer = ""
         if is_cut:
             self._called_tool, self._header = None, None
             self._arguments.clear()

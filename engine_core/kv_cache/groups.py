@@ -479,16 +479,16 @@ class RecurrentStateGroup(CacheGroup):
     """Slots with the states of layers that keep one state of a sequence instead of its KV.
 
     Entry i of a block table is the slot with the state after the last computed token of block i;
-    null if it is not held. A step that computes the tokens [first, end) begins with the state of
+    null if it is in none. A step that computes the tokens [first, end) begins with the state of
     the block of token first - 1, and writes the states of all blocks of its tokens with a slot:
 
         computed   | . . . . | . . . . | . . . . | . .          next position 14, blocks of 4
         table      |    0    |    0    |    9    |  4 |
-                                         ^ held at the last end of a block: what a next turn finds
+                                         ^ kept at the last end of a block: what a next turn finds
 
     A sequence that runs may always have `slots_per_sequence` slots: the current state and the one
     at the last end of a block.
-    States at other ends of blocks are held as long as there are slots for them: of the last block
+    States at other ends of blocks are kept as long as there are slots for them: of the last block
     before a chunk's last token, from which the same prompt goes on when it comes again, and states
     that other requests will look for (`want_state`). A freed state stays in the prefix index
     if a prompt ended there or another request wants it; others are removed from it and overwritten
@@ -545,7 +545,7 @@ class RecurrentStateGroup(CacheGroup):
         num_released = 0 if sequence is None else self._charge_of(sequence)
         return self._num_spare + num_released > 0
 
-    def held_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
+    def storable_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
         """Return (index of the block, slot) of the states of a sequence that are worth storing.
 
         num_tokens: computed. ends: the sequence has ended, and the last state is one of them.
@@ -577,10 +577,11 @@ class RecurrentStateGroup(CacheGroup):
             sequence.kept.add(index)
 
     def want_state(self, seq_id: int, num_tokens: int, content: HashedTokens | None = None) -> bool:
-        """Hold the state after these tokens, whole blocks, when it is computed.
+        """Keep the state after these tokens, whole blocks, when it is computed.
 
         content: of the sequence; None before its first step is planned.
-        Returns whether it is held, or will be unless other sequences take the last slots before.
+        Returns whether it is in a slot, or will be unless other sequences take the last slots
+        before.
         A state that the step in planning passes gets a slot now, if one is free; the state of an
         earlier step that had none is lost.
         """

@@ -134,7 +134,7 @@ def validate(config: ServeConfig) -> None:
     config.speculation.parsed()
     config.trace.parsed_profiler()
     _check_reliability(config.reliability, config.cache)
-    _check_pins(config)
+    _check_retention(config)
     _check_routed_experts(config)
     _check_lora(config)
     check_media(config)
@@ -207,7 +207,7 @@ def _check_routed_experts(config: ServeConfig) -> None:
         )
 
 
-def _check_pins(config: ServeConfig) -> None:
+def _check_retention(config: ServeConfig) -> None:
     scheduler = config.scheduler
     keeps = scheduler.scheduling_policy == "continuum" and scheduler.pin_policy != "none"
     if keeps and not config.cache.enable_prefix_caching:

@@ -10,11 +10,11 @@ from engine_core.scheduler.step_plan import StepPlan
 class Grammars(Protocol):
     """The grammars of requests: `engine_core/structured_output/manager.py`, which is not compiled.
 
-    held: sequences that no step may sample, because they wait for a mask. The set object
+    awaiting_mask: sequences that no step may sample before their mask is there. The set object
     stays the same, its members change.
     """
 
-    held: set[int]
+    awaiting_mask: set[int]
 
     def is_blocked(self, request: Request) -> bool:
         """Return whether a request waits for its grammar, or for a mask of a slow one.

@@ -233,7 +233,7 @@ class SpeculativeDecoding(SchedulerFeature):
     max_num_seqs, num_draft_positions: together max_positions, which a step may sample and the
     workers' memory is planned for. drafting: None without a method. max_usage: share of the blocks
     in use up to which lookahead takes new ones. computes_ahead: steps are planned before the result
-    of the one before. held: sequences that wait for a mask (`Grammars`).
+    of the one before. awaiting_mask: see `Grammars`.
     """
 
     def __init__(
@@ -248,14 +248,14 @@ class SpeculativeDecoding(SchedulerFeature):
         max_usage: float,
         *,
         computes_ahead: bool,
-        held: set[int],
+        awaiting_mask: set[int],
     ) -> None:
         self._drafting = drafting
         self.is_active = self._drafting is not None
         self._kv_cache = kv_cache
         self._min_free_blocks = int((1.0 - max_usage) * kv_cache.num_usable_blocks)
         self._computes_ahead = computes_ahead
-        self._held = held
+        self._awaiting_mask = awaiting_mask
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
         self._longest_chunk = chunks.longest_chunk
@@ -280,10 +280,10 @@ class SpeculativeDecoding(SchedulerFeature):
         candidates: list[Request] = []
         limits: list[int] = []
         num_prompt_tokens = num_decoding = 0
-        longest_chunk, held = self._longest_chunk, self._held
+        longest_chunk, awaiting_mask = self._longest_chunk, self._awaiting_mask
         for request in self._running:
             num_placeholders = request.num_output_placeholders
-            if num_placeholders > 1 or (held and request.seq_id in held):
+            if num_placeholders > 1 or (awaiting_mask and request.seq_id in awaiting_mask):
                 continue  # it waits for the result of a draft, or for a mask
             num_known = len(request.all_token_ids) + num_placeholders
             num_missing = num_known - request.num_computed_tokens
