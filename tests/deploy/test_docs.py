@@ -84,7 +84,7 @@ def test_the_tables_of_request_fields_are_current() -> None:
 
 def test_the_tables_of_models_are_those_of_the_registry() -> None:
     """To update it: python -m tests.deploy.models_table."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "models.md").read_text()
     assert with_current_tables(text) == text
     table = "\n".join(supported_models())
     assert f"\n\n{table}\n\n" in text
