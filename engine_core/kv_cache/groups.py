@@ -18,7 +18,8 @@ from typing import Final
 
 from engine_core.block_hashing import GroupKeys, split_key
 from engine_core.kv_cache.free_queue import NULL_BLOCK
-from engine_core.kv_cache.pool import BlockPool, HashedTokens, TransferRefs
+from engine_core.kv_cache.pool import BlockPool, TransferRefs
+from engine_core.request import Request
 from proto.messages.lifecycle import NOT_CACHED, RECURRENT_STATE, slots_per_sequence
 from proto.messages.lifecycle import KVGroup as KVGroupSpec
 
@@ -112,7 +113,7 @@ class CacheGroup(ABC):
         """Append new blocks until the table has room for `num_tokens`; return the new ones."""
 
     @abstractmethod
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         """Make the blocks that the first `num_tokens` tokens fill findable, if caching is enabled.
 
         Returns how many tokens, lookahead included, the sequence must have before another call of
@@ -226,7 +227,7 @@ class FullAttentionGroup(CacheGroup):
         blocks.extend(new_blocks)
         return new_blocks
 
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         sequence = self._sequences[seq_id]
         block_size = self.block_size
         room_ends = len(sequence.blocks) * block_size + 1
@@ -407,7 +408,7 @@ class SlidingWindowGroup(FullAttentionGroup):
         blocks[start:end] = [NULL_BLOCK] * (end - start)
         sequence.num_skipped = end
 
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         """As for full attention, but also ends where the window leaves one more block behind."""
         unchanged_below = super().cache_full_blocks(seq_id, content, num_tokens)
         skips = (self._sequences[seq_id].num_skipped + 1) * self.block_size + self._window
@@ -442,7 +443,7 @@ class UncachedGroup(FullAttentionGroup):
     def allocate_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
         return []
 
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         return _NEVER
 
     def violations(self, seq_id: int, unchanged_below: int) -> list[str]:
@@ -576,7 +577,7 @@ class RecurrentStateGroup(CacheGroup):
         if is_loaded:
             sequence.kept.add(index)
 
-    def want_state(self, seq_id: int, num_tokens: int, content: HashedTokens | None = None) -> bool:
+    def want_state(self, seq_id: int, num_tokens: int, content: Request | None = None) -> bool:
         """Keep the state after these tokens, whole blocks, when it is computed.
 
         content: of the sequence; None before its first step is planned.
@@ -681,7 +682,7 @@ class RecurrentStateGroup(CacheGroup):
         self._planned[seq_id] = first, new
         return new
 
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         sequence = self._record(seq_id)
         assert sequence is not None
         block_size = self.block_size

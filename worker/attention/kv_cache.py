@@ -233,11 +233,6 @@ class KVCache:
         """Commit all memory now; otherwise the first step to touch a page waits for its zeros."""
         self.buffer.zero_()
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all slots."""
-        return self.buffer[0].nbytes // self.block_size
-
     def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
         """Copy block sources[i] to block copies[i]; no block is in both.
 

@@ -23,20 +23,16 @@ class Pause(SchedulerFeature):
         self._waiting = lifecycle.waiting
         self._unblock = lifecycle.unblock
         self._begun: set[int] = set()  # ids of requests that have begun with some choice
-        self._mode: PauseMode | None = None
+        self.mode: PauseMode | None = None
         self._blocked: dict[int, Request] = {}
-
-    @property
-    def mode(self) -> PauseMode | None:
-        return self._mode
 
     @property
     def frozen(self) -> bool:
         """Whether nothing is scheduled."""
-        return self._mode == "freeze"
+        return self.mode == "freeze"
 
     def begin_pause(self, mode: PauseMode) -> None:
-        self._mode = mode
+        self.mode = mode
         for request in self._waiting:
             if request.status is RequestStatus.WAITING_FOR_ENCODER and self.blocks(request):
                 request.status = self.status  # nothing is encoded for it
@@ -44,14 +40,14 @@ class Pause(SchedulerFeature):
 
     def end_pause(self) -> None:
         """End the pause and unblock all requests that it blocked; without a pause do nothing."""
-        self._mode = None
+        self.mode = None
         blocked, self._blocked = self._blocked, {}
         for request in blocked.values():
             self._unblock(request)
 
     def blocks(self, request: Request) -> bool:
         """Return whether a request must not begin during the pause."""
-        if self._mode is None or request.request_id in self._begun:
+        if self.mode is None or request.request_id in self._begun:
             return False
         return not request.num_output_tokens
 

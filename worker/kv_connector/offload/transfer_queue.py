@@ -95,20 +95,16 @@ class CopyJob:
         self._lock = threading.Lock()
         self._num_bytes = 0
         self._unfinished = {id(block): block for block in self.copies}
-        self._ended = False
+        self.ended = False
 
     @property
     def seconds_left(self) -> float:
         return self._deadline - time.monotonic()
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
     def access_cache(self, block: BlockCopy, copy: Callable[[BlockCopy], int]) -> bool:
         """Copy a block to or from the cache; False if the job has ended. copy: returns bytes."""
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return False
             self._num_bytes += copy(block)
             return True
@@ -123,9 +119,9 @@ class CopyJob:
         cancelled: ended before its time limit, to free its blocks.
         """
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return None
-            self._ended = True
+            self.ended = True
             unfinished = list(self._unfinished.values())
         failed = (
             [block_id for block in unfinished for block_id in block.block_ids]

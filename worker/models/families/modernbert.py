@@ -58,7 +58,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     )
     window = config.integer("local_attention", 128) // 2 + 1
     config.get("sliding_window")  # repeats half of local_attention
-    windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
+    windows = layer_windows(config, kinds, window)
     ropes = ropes_by_kind(config, _ROPES, length)
     config.must_be("hidden_activation", *ACTIVATIONS)
     bias = config.flag("attention_bias", False)
