@@ -140,7 +140,9 @@ def make_app_state(
         supervisor,
     )
     texts = ModelTexts.load(config, model)
-    responses = make_stored_responses(config.frontend)
+    frontend = config.frontend
+    max_bytes = frontend.max_stored_responses_mib << 20
+    responses = StoredResponses(max_bytes, frontend.stored_response_seconds, time.monotonic)
     endpoint = config.frontend.otlp_traces_endpoint
     adapters = None
     if config.lora.enable_lora:
@@ -178,11 +180,6 @@ def _make_sampler(config: ProfilerConfig | None, index: int) -> StackSampler | N
     if config is None or config.ignore_frontend:
         return None
     return StackSampler(config, f"api-{index}")
-
-
-def make_stored_responses(config: FrontEndConfig) -> StoredResponses:
-    max_bytes = config.max_stored_responses_mib << 20
-    return StoredResponses(max_bytes, config.stored_response_seconds, time.monotonic)
 
 
 def make_metric_sheet(boot: ProcessBoot) -> MetricSheet:

@@ -51,10 +51,6 @@ _WIDE: Final = (*(bytes([first]) for first in range(0xF0, 0xF5)), rb"\ud", rb"\u
 """What such a character begins with, in UTF-8 and as an escape in JSON."""
 
 
-def _may_be_wide(body: bytearray) -> bool:
-    return any(begin in body for begin in _WIDE)
-
-
 class Client:
     """The client whose request the current task serves.
 
@@ -109,7 +105,7 @@ class Client:
             await _body_bytes.take(size, work=size)
             self._num_decoding += size
             self._upload.resize(0)  # HELD_BYTES limits those that are decoded
-        elif _may_be_wide(body):
+        elif any(begin in body for begin in _WIDE):
             self._upload.resize(WIDE_FACTOR * size)
             self._check_not_ended()
 

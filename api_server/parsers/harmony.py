@@ -38,8 +38,7 @@ from api_server.parsers.tools.base import json_argument_rule, quoted
 from api_server.parsers.tools.call_parser import new_call_id, read_arguments
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields, errors_of
-from api_server.protocol.json_lark import json_rule
-from api_server.protocol.json_schema import SchemaWork
+from api_server.protocol.json_schema import SchemaWork, json_rule
 from api_server.protocol.tools import FunctionTool
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.harmony import HarmonyEncoding

@@ -47,55 +47,29 @@ _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
 }
 """Data types of activations supported by each weight format."""
 
-_AT_LEAST: Final = {
-    "num_state_slots": LEAST_STATE_SLOTS,
-    "max_model_len": 1,
-    "block_size": 1,
-    "kv_cache_memory": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "max_num_scheduled_tokens": 1,
-    "max_num_encoder_input_tokens": 1,
-    "encoder_cache_size": 1,
-    "crashes_until_isolated": 1,
-    "tensor_parallel_size": 1,
-    "cpu_threads": 1,
-    "api_server_count": 1,
-    "stream_interval": 1,
-    "max_response_bytes": 1,
-    "sched_trace_max_bytes": 1,
-    "max_loras": 1,
-    "max_cpu_loras": 1,
-    "max_lora_rank": 1,
-    "max_lora_wait_steps": 1,
-    "max_image_pixels": 1,
-    "max_image_bytes": 1,
-    "media_memory": 1,
-}
+_POSITIVE: Final = frozenset(
+    {
+        *("max_model_len", "block_size", "kv_cache_memory", "max_num_seqs"),
+        *("max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_encoder_input_tokens"),
+        *("encoder_cache_size", "crashes_until_isolated", "tensor_parallel_size", "cpu_threads"),
+        *("api_server_count", "stream_interval", "max_response_bytes", "sched_trace_max_bytes"),
+        *("max_loras", "max_cpu_loras", "max_lora_rank", "max_lora_wait_steps", "max_image_pixels"),
+        *("max_image_bytes", "media_memory"),
+    }
+)
+_AT_LEAST: Final = {"num_state_slots": LEAST_STATE_SLOTS, **dict.fromkeys(_POSITIVE, 1)}
 _AT_MOST: Final = {
     "api_server_count": MAX_FRONT_ENDS,
     "tensor_parallel_size": MAX_TENSOR_PARALLEL_SIZE,
 }
 _NOT_NEGATIVE: Final = frozenset(
-    (
-        "kv_cache_metrics_one_in",
-        "long_prefill_token_threshold",
-        "cascade_attention_from",
-        "peak_tflops",
-        "peak_memory_gbps",
-        "max_num_queued_reqs",
-        "max_num_queued_tokens",
-        "queue_timeout",
-        "sse_keep_alive",
-        "max_stored_responses_mib",
-        "stored_response_seconds",
-        "grammar_cache_entries",
-        "grammar_cache_bytes",
-        "max_restarts",
-        "shutdown_timeout",
-        "step_timeout",
-        "start_timeout",
-    )
+    {
+        *("kv_cache_metrics_one_in", "long_prefill_token_threshold", "cascade_attention_from"),
+        *("peak_tflops", "peak_memory_gbps", "max_num_queued_reqs", "max_num_queued_tokens"),
+        *("queue_timeout", "sse_keep_alive", "max_stored_responses_mib", "stored_response_seconds"),
+        *("grammar_cache_entries", "grammar_cache_bytes", "max_restarts", "shutdown_timeout"),
+        *("step_timeout", "start_timeout"),
+    }
 )
 _MAY_BE_INFINITE: Final = frozenset(("step_timeout", "start_timeout"))
 _SHARES: Final = {

@@ -120,7 +120,10 @@ def kv_layout(windows: Sequence[Window]) -> KVLayout:
     cutting that kind in two. The last groups of a kind may be short of layers:
     their blocks have slots that stay empty.
     """
-    kinds = {window: _layers_of(window, windows) for window in sorted(set(windows), key=_order)}
+    kinds = {
+        window: [layer for layer, other in enumerate(windows) if other == window]
+        for window in sorted(set(windows), key=_order)
+    }
     sizes = [len(layers) for layers in kinds.values()]
     size = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
     layer_slots: dict[int, LayerSlot] = {}
@@ -141,10 +144,6 @@ def scratch_layout(windows: Sequence[Window]) -> KVLayout:
     kinds = tuple(sorted(set(windows), key=_order))
     slots = tuple(LayerSlot(kinds.index(window), 0) for window in windows)
     return KVLayout(slots, kinds, 1, is_scratch=True)
-
-
-def _layers_of(window: Window, windows: Sequence[Window]) -> list[int]:
-    return [layer for layer, other in enumerate(windows) if other == window]
 
 
 def _order(window: Window) -> tuple[bool, int]:

@@ -29,6 +29,14 @@ _MAX_GROUPS: Final = 64
 """Most groups of experts: the kernel has a bit for each."""
 _EXPERTS_KEYS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts: one name each, some a new one since then."""
+ACTIVATIONS: Final[dict[str, Activation]] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activations by their names in configurations."""
 MAX_HEAD_DIM: Final = 1 << 14
 _MAX_ROTATIONS: Final = 1 << 30
 """Positions times the size of a head: cosines and sines of all are kept."""
@@ -102,6 +110,27 @@ def llama_attention(
         rope=rope or rope_from_config(config, max_position),
         qkv_bias=bias,
         output_bias=bias,
+    )
+
+
+def bidirectional_attention(config: ConfigReader, rope: Rope) -> AttentionSpec:
+    """Return multi-head attention without a causal mask, every head with keys of its own.
+
+    For encoders. Raises ModelError for heads that do not divide the hidden size, or of an odd size.
+    """
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if hidden_size % (2 * num_heads):
+        reason = f"heads of an even size must divide hidden_size = {hidden_size}"
+        raise config.refusal("num_attention_heads", num_heads, reason)
+    head_dim = hidden_size // num_heads
+    return AttentionSpec(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        bidirectional=True,
+        rope=rope,
     )
 
 

@@ -45,7 +45,7 @@ name that nothing reads."""
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `local_attention` is the window to both sides together."""
-    from worker.models.encoder import ACTIVATIONS, bidirectional_attention
+    from worker.models.common import ACTIVATIONS, bidirectional_attention
     from worker.models.mlp import MlpSpec
     from worker.models.spec import InputSpec, LayerSpec, ModelSpec
 
