@@ -26,12 +26,7 @@ from typing import Final, NamedTuple, ParamSpec, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
-from api_server.http.connection import (
-    MAX_BODY_BYTES,
-    Upload,
-    begin_upload,
-    client_disconnected,
-)
+from api_server.http.connection import MAX_BODY_BYTES, Upload, begin_upload, client_disconnected
 from proto.errors import RequestError
 
 P = ParamSpec("P")

@@ -45,11 +45,7 @@ from worker.step.runner_parts import DrafterParts, Runner, RunnerParts
 if TYPE_CHECKING:
     from worker.parallel.torch_group import TorchGroup
 
-DTYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtype of each `--dtype` setting except "auto"."""
 
 

@@ -414,11 +414,7 @@ def _describe_awq(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Descri
     _check_words(zeros, (groups, codes.shape[1]))
     _check_floats(scales, (groups, rows))
     group = _columns_of_group(columns, groups, scheme)
-    return (
-        _integer_type(bits, columns, group),
-        (rows, columns),
-        {"bits": bits, "group": group},
-    )
+    return (_integer_type(bits, columns, group), (rows, columns), {"bits": bits, "group": group})
 
 
 def _describe_rows(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Described:

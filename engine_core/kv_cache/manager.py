@@ -18,12 +18,7 @@ from engine_core.kv_cache.coordinator import (
     make_groups,
     max_blocks_of_request,
 )
-from engine_core.kv_cache.events import (
-    NO_RESIDENCY,
-    PoolObserver,
-    ResidencyMeter,
-    make_pool,
-)
+from engine_core.kv_cache.events import NO_RESIDENCY, PoolObserver, ResidencyMeter, make_pool
 from engine_core.kv_cache.groups import CacheGroup, FullAttentionGroup, RecurrentStateGroup
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request

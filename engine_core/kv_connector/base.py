@@ -14,11 +14,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
 from proto.errors import ConfigError
-from proto.messages.kv_connector import (
-    NO_PAYLOAD,
-    KVConnectorOutput,
-    Payload,
-)
+from proto.messages.kv_connector import NO_PAYLOAD, KVConnectorOutput, Payload
 from proto.messages.kv_events import KVEvent
 from proto.messages.lifecycle import KVCacheGeometry
 from proto.messages.scheduler_output import BlockIds, SchedulerOutput

@@ -24,12 +24,7 @@ from typing import ClassVar
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
-from engine_core.kv_connector.base import (
-    NO_CONNECTOR,
-    DevicePrefix,
-    Match,
-    SchedulerConnector,
-)
+from engine_core.kv_connector.base import NO_CONNECTOR, DevicePrefix, Match, SchedulerConnector
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import (
     Candidate,

@@ -24,12 +24,7 @@ from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle, completion
 from engine_core.scheduler.step_plan import num_sampled_positions
 from proto.errors import ErrorInfo, ProtocolError, shown
-from proto.messages.engine_io import (
-    EngineCoreOutput,
-    FinishReason,
-    LogprobsArrays,
-    RoutedExperts,
-)
+from proto.messages.engine_io import EngineCoreOutput, FinishReason, LogprobsArrays, RoutedExperts
 from proto.messages.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.messages.scheduler_output import SchedulerOutput
 

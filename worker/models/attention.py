@@ -252,11 +252,7 @@ class Attention:
         self.sinks = sinks
         self.layer = layer
         self._gate = gate
-        self._parts = (
-            spec.query_rows // spec.head_dim,
-            spec.num_kv_heads,
-            spec.num_kv_heads,
-        )
+        self._parts = (spec.query_rows // spec.head_dim, spec.num_kv_heads, spec.num_kv_heads)
         self._heads = (sum(self._parts), spec.head_dim)
 
     def add_to(

@@ -13,14 +13,7 @@ import torch
 
 from proto.errors import ConfigError
 from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights
-from worker.models.parts import (
-    PartReader,
-    Shard,
-    WeightSpec,
-    divide_evenly,
-    projection,
-    stacked,
-)
+from worker.models.parts import PartReader, Shard, WeightSpec, divide_evenly, projection, stacked
 from worker.models.recurrence import RecurrentMixer, RecurrentSpec
 
 

@@ -32,11 +32,7 @@ from worker.models.spec import ModelSpec
 _MAX_TAPS: Final = 64
 _OLDER_KINDS: Final = {"mamba": LINEAR, "mamba2": LINEAR, "attention": FULL}
 """What older configurations call kinds of layers."""
-_NO_LIMITS: Final = (
-    [0.0, math.inf],
-    [0.0, None],
-    [0.0, {"__float__": "Infinity"}],
-)
+_NO_LIMITS: Final = ([0.0, math.inf], [0.0, None], [0.0, {"__float__": "Infinity"}])
 """Limits of a time step that limit nothing, as JSON has them."""
 
 

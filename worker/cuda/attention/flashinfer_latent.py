@@ -32,10 +32,7 @@ from proto.settings.config import ServeConfig
 from worker.attention.backend import AttentionShape, Rotation
 from worker.attention.kv_cache import DensePages, KVCache, Pages
 from worker.cuda.accelerator import Accelerator
-from worker.cuda.attention.flashinfer import (
-    FlashInferAttention,
-    refuse_unsupported,
-)
+from worker.cuda.attention.flashinfer import FlashInferAttention, refuse_unsupported
 from worker.cuda.attention.flashinfer_group import (
     Library,
     Options,

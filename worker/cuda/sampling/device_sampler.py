@@ -32,21 +32,9 @@ from worker.cuda.sampling.device_kernels import (
     TritonEdits,
 )
 from worker.cuda.transfers import QueuedTransfers
-from worker.sampling.logit_edits import (
-    NEVER,
-    WORD_BITS,
-    Ids,
-    RowEdits,
-    Values,
-    grammar_masks,
-)
+from worker.sampling.logit_edits import NEVER, WORD_BITS, Ids, RowEdits, Values, grammar_masks
 from worker.sampling.logprobs import NO_LOGPROBS, queue_logprobs
-from worker.sampling.row_params import (
-    RowParams,
-    needs_filter,
-    neutral_params,
-    torch_columns,
-)
+from worker.sampling.row_params import RowParams, needs_filter, neutral_params, torch_columns
 
 NEUTRAL = (1.0, 0.0, 0.0)
 """Penalties without effect: repetition, frequency, presence."""

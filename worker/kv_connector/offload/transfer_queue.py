@@ -22,12 +22,7 @@ from typing import Final, Protocol
 from proto.messages.kv_connector import TransferJob
 from proto.settings.kv_media import HEADER_BYTES, MAX_KEY_BYTES
 from worker.kv_connector.offload.base import HandlerContext, TransferResult
-from worker.kv_connector.offload.block_image import (
-    BlockBytes,
-    BlockLabel,
-    is_valid,
-    seal,
-)
+from worker.kv_connector.offload.block_image import BlockBytes, BlockLabel, is_valid, seal
 
 logger = logging.getLogger("tokend.kv_media")
 

@@ -23,10 +23,7 @@ from worker.models.layout import LayerNorms, num_layers_of
 FEED_FORWARD_NORMS: Final = LayerNorms(
     attention=("input_layernorm", "attn_norm"), mlp=("pre_ff_layernorm", "ffn_norm")
 )
-FEED_FORWARD_NAMES: Final = (
-    ("mlp.", "feed_forward."),
-    ("model.norm.", "model.final_layernorm."),
-)
+FEED_FORWARD_NAMES: Final = (("mlp.", "feed_forward."), ("model.norm.", "model.final_layernorm."))
 
 
 def spec(config: ConfigReader) -> ModelSpec:

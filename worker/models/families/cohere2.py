@@ -51,10 +51,6 @@ FAMILY = Family(
     spec=spec,
     gguf=Gguf(
         name="cohere2",
-        keys={
-            NORM_EPS: "layer_norm_eps",
-            "logit_scale": "logit_scale",
-            WINDOW: "sliding_window",
-        },
+        keys={NORM_EPS: "layer_norm_eps", "logit_scale": "logit_scale", WINDOW: "sliding_window"},
     ),
 )

@@ -65,10 +65,7 @@ FAMILY = Family(
     spec=spec,
     gguf=Gguf(
         name="gpt-oss",
-        keys={
-            WINDOW: "sliding_window",
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        keys={WINDOW: "sliding_window", "expert_feed_forward_length": "intermediate_size"},
         gating=SOFTMAX_OF_CHOSEN,
         finish=_finish,
     ),

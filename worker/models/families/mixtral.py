@@ -39,9 +39,5 @@ FAMILY = Family(
     models={"MixtralForCausalLM": "Mixtral"},
     model_types=("mixtral",),
     spec=spec,
-    gguf=Gguf(
-        name="llama",
-        is_marked=lambda keys: bool(keys.get("expert_count")),
-        gating=SOFTMAX,
-    ),
+    gguf=Gguf(name="llama", is_marked=lambda keys: bool(keys.get("expert_count")), gating=SOFTMAX),
 )

@@ -35,10 +35,6 @@ FAMILY = Family(
     models={"Qwen3MoeForCausalLM": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder, Qwen3-VL-30B-A3B"},
     model_types=("qwen3_moe",),
     spec=spec,
-    gguf=Gguf(
-        name="qwen3moe",
-        gating=SOFTMAX,
-        settings={"norm_topk_prob": True},
-    ),
+    gguf=Gguf(name="qwen3moe", gating=SOFTMAX, settings={"norm_topk_prob": True}),
     wrapped_types=("qwen3_vl_moe_text",),
 )
