@@ -162,13 +162,11 @@ def resolve_kv_dtype(
     dtype = _DTYPES.get(setting, activations)
     if latent_dim and dtype.itemsize == 1:
         raise ConfigError(
-            f"--kv-cache-dtype {setting} is not supported with latent KV: bf16, f16, f32 are",
-            "kv_cache_dtype",
+            f"--kv-cache-dtype {setting} is not supported with latent KV: bf16, f16, f32 are"
         )
     if dtype == torch.int8 and head_dim % SCALE_BYTES:
         raise ConfigError(
-            f"--kv-cache-dtype int8 needs heads of a multiple of {SCALE_BYTES}, got {head_dim}",
-            "kv_cache_dtype",
+            f"--kv-cache-dtype int8 needs heads of a multiple of {SCALE_BYTES}, got {head_dim}"
         )
     return dtype
 

@@ -277,7 +277,7 @@ def _create_attention(
     """
     config, shape, cache = parts.config, parts.model.spec.attention_shape, parts.kv_cache
     if config.attention_backend == "cpu":
-        raise ConfigError("--attention-backend cpu needs --device cpu", "attention_backend")
+        raise ConfigError("--attention-backend cpu needs --device cpu")
     try:
         refuse_unsupported(shape, parts.dtype, cache.dtype)
         library = gpu.kernels.load_flashinfer()

@@ -214,8 +214,7 @@ class AttentionSpec(PartSpec):
             if len(ranks) > queries:
                 raise ConfigError(
                     f"--tensor-parallel-size {size}: {self.num_heads} query heads over "
-                    f"{self.num_kv_heads} KV heads do not suffice for so many workers",
-                    "tensor_parallel_size",
+                    f"{self.num_kv_heads} KV heads do not suffice for so many workers"
                 )
             first = kv * queries
             heads += [
