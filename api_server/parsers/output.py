@@ -61,14 +61,12 @@ class OutputParser(Protocol):
 
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
         """Return the parts that are certain after this additional text."""
-        ...
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         """Return the parts of all text that was held back; no more text comes.
 
         is_cut: a limit ended the output, not the model or a stop string.
         """
-        ...
 
 
 class PlainTextParser:

@@ -289,18 +289,15 @@ class Pages(Protocol):
     @property
     def rows(self) -> torch.Tensor:
         """[num_blocks, num_kv_heads, block_size, head_dim], a view of the cache's dtype."""
-        ...
 
     def write(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write tokens [T, num_kv_heads, head_dim] to their KV slots, int64 [T].
 
         A KV slot is block * block_size + offset.
         """
-        ...
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return blocks int64 [N] as float32 [N, num_kv_heads, block_size, head_dim]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

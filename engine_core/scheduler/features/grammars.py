@@ -22,18 +22,15 @@ class Grammars(Protocol):
         A slow mask that has not been begun is begun, and blocks the request until it is ready. The
         engine's loop unblocks it, with `Scheduler.unblock`.
         """
-        ...
 
     def forget_request(self, request: Request) -> None:
         """Forget a request that has ended."""
-        ...
 
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         """Return the sequences that sample under a grammar in this step.
 
         Called before the counters of the requests advance.
         """
-        ...
 
     def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
         """Return how many of these tokens, one after the other, may follow the known ones.
@@ -41,7 +38,6 @@ class Grammars(Protocol):
         All of them for a request without a grammar, and where the position in the grammar is
         not known yet because steps are in flight.
         """
-        ...
 
 
 class GrammarGate(SchedulerFeature):

@@ -156,15 +156,12 @@ class Medium(Protocol):
         image: [HEADER_BYTES + content]; the caller verifies its checksum. Raises MediumError. The
         caller may close the iterator early.
         """
-        ...
 
     def write_block(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
         """Write a whole image or nothing; raises MediumError."""
-        ...
 
     def discard(self, label: BlockLabel) -> None:
         """Remove an invalid block."""
-        ...
 
     def close(self) -> None: ...
 
