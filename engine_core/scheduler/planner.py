@@ -283,11 +283,8 @@ class StepPlanner:
         Preemption may remove requests from the list, before the position and after it. Most of
         the time of schedule() is spent in this loop, so what it reads often is in local variables.
         """
-        running, longest_chunk, awaiting_mask = (
-            self._running,
-            self._chunks.longest_chunk,
-            self._awaiting_mask,
-        )
+        running, longest_chunk = self._running, self._chunks.longest_chunk
+        awaiting_mask = self._awaiting_mask
         allocate_slots, encoder_inputs = self._kv_cache.allocate_slots, self._encoder_inputs
         budget, prompt_budget = plan.budget, plan.prompt_budget
         while position < end and budget > 0:

@@ -243,7 +243,7 @@ def latent_decoder(
     )
 
 
-def mixture(
+def moe_spec(
     config: ConfigReader, router: RouterSpec, inner: str = "moe_intermediate_size"
 ) -> MoeSpec:
     """Return a mixture of experts without a shared one. inner: the key of the size of an expert."""
@@ -260,7 +260,7 @@ def qwen_mixture(config: ConfigReader, *, normalised: bool) -> MoeSpec:
     normalised: whether the weights of a token's experts sum to 1.
     """
     return replace(
-        mixture(config, replace(router_from_config(config), normalised=normalised)),
+        moe_spec(config, replace(router_from_config(config), normalised=normalised)),
         shared_size=config.integer("shared_expert_intermediate_size"),
         shared_gate=True,
         names=MoeNames(shared="mlp.shared_expert"),
@@ -341,7 +341,7 @@ def deepseek_mixture(config: ConfigReader, router: RouterSpec, num_shared: int =
     """
     if config.get("n_shared_experts") is not None:
         num_shared = config.integer("n_shared_experts", least=0)
-    experts = mixture(config, router)
+    experts = moe_spec(config, router)
     return replace(experts, shared_size=experts.intermediate_size * num_shared)
 
 

@@ -26,7 +26,7 @@ def spec(config: ConfigReader) -> ModelSpec:
         attention_decoder,
         dense_and_sparse,
         llama_attention,
-        mixture,
+        moe_spec,
         router_from_config,
     )
     from worker.models.moe import MoeNames
@@ -37,7 +37,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     router = replace(router_from_config(config), bias=True)
     config.must_be("experts_per_token", router.top_k)  # an older name, in the published files
     experts = replace(
-        mixture(config, router, "intermediate_size"),
+        moe_spec(config, router, "intermediate_size"),
         activation="swiglu_oai",
         bias=True,
         names=MoeNames(router="mlp.router", experts=None, interleaved=True, transposed=True),

@@ -21,12 +21,12 @@ def spec(config: ConfigReader) -> ModelSpec:
 
 def granite_mixture(config: ConfigReader) -> "MoeSpec":
     """Return the mixture of a layer, without a shared expert."""
-    from worker.models.common import mixture, router_from_config
+    from worker.models.common import moe_spec, router_from_config
     from worker.models.moe import MoeNames
 
     config.must_be("hidden_act", "silu", "swish")
     return replace(
-        mixture(config, router_from_config(config), "intermediate_size"),
+        moe_spec(config, router_from_config(config), "intermediate_size"),
         names=MoeNames(
             router="block_sparse_moe.router.layer",
             experts=None,

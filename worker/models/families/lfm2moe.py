@@ -9,12 +9,12 @@ from worker.models.families.lfm2 import LFM2_KEYS, finish_lfm2, lfm2_decoder
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; layers from `num_dense_layers` on have experts, chosen by sigmoid scores."""
-    from worker.models.common import dense_and_sparse, mixture, sigmoid_router
+    from worker.models.common import dense_and_sparse, moe_spec, sigmoid_router
     from worker.models.moe import MoeNames
 
     router = replace(sigmoid_router(config), selection_bias=config.flag("use_expert_bias", True))
     experts = replace(
-        mixture(config, router),
+        moe_spec(config, router),
         names=MoeNames(
             router="feed_forward.gate",
             experts="feed_forward.experts",

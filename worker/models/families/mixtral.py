@@ -13,14 +13,14 @@ def spec(config: ConfigReader) -> ModelSpec:
         attention_decoder,
         dense_and_sparse,
         llama_attention,
-        mixture,
+        moe_spec,
         router_from_config,
     )
     from worker.models.moe import MoeNames
 
     config.must_be("hidden_act", "silu", "swish")
     experts = replace(
-        mixture(config, router_from_config(config), "intermediate_size"),
+        moe_spec(config, router_from_config(config), "intermediate_size"),
         names=MoeNames(
             router="block_sparse_moe.gate",
             experts="block_sparse_moe.experts",

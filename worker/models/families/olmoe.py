@@ -12,14 +12,14 @@ def spec(config: ConfigReader) -> ModelSpec:
         attention_decoder,
         dense_and_sparse,
         llama_attention,
-        mixture,
+        moe_spec,
         router_from_config,
     )
 
     config.must_be("hidden_act", "silu", "swish")
     normalised = config.flag("norm_topk_prob", False)
     router = replace(router_from_config(config), normalised=normalised)
-    experts = mixture(config, router, "intermediate_size")
+    experts = moe_spec(config, router, "intermediate_size")
     attention = replace(
         llama_attention(config, bias=config.flag("attention_bias", False)), joint_qk_norm=True
     )

@@ -13,14 +13,14 @@ def spec(config: ConfigReader) -> ModelSpec:
         attention_decoder,
         dense_and_sparse,
         llama_attention,
-        mixture,
+        moe_spec,
         qwen_sparse_layers,
         router_from_config,
     )
 
     config.must_be("hidden_act", "silu", "swish")
     normalised = config.flag("norm_topk_prob", False)
-    experts = mixture(config, replace(router_from_config(config), normalised=normalised))
+    experts = moe_spec(config, replace(router_from_config(config), normalised=normalised))
     config.get("max_window_layers")  # a window is for all layers of this family
     has_window = config.flag("use_sliding_window", False)
     windows = windows_of_all_layers(config, window_from_config(config) if has_window else None)
