@@ -252,6 +252,9 @@ class MeasuredDaemon(StartedServer):
         """Return the sum over the samples of a metric; 0 if there are none."""
         return metrics_of(self.url, name)[0]
 
+    def num_steps(self) -> float:
+        return self.metric("vllm:iteration_tokens_total_count")
+
     def _wait_until_up(self, spec: ServerSpec) -> None:
         self._ready_or_ended.wait()
         ready = next(filter(None, (_READY.search(line.text) for line in list(self.lines))), None)

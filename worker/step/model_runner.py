@@ -186,6 +186,10 @@ class ModelRunner:
         self.transfers = transfers
         self._fault_injector = fault_injector
 
+    @property
+    def vocab_size(self) -> int:
+        return self._model.spec.vocab_size
+
     def execute(
         self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
     ) -> ModelRunnerOutput:

@@ -90,7 +90,7 @@ def with_drafter(
         DraftedModel(
             runner.batch,
             runner.kv_cache.layout.windows.index(None),
-            runner._model.spec.vocab_size,
+            runner.vocab_size,
             step_tokens,
             max_model_len or draft.spec.max_position,
         ),

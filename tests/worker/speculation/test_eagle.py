@@ -192,7 +192,7 @@ def with_head(runner: ModelRunner, method: str, prepared: PreparedModel) -> Eagl
         DraftedModel(
             runner.batch,
             runner.kv_cache.layout.windows.index(None),
-            runner._model.spec.vocab_size,
+            runner.vocab_size,
             STEP_TOKENS,
             spec.longest,
         ),
