@@ -103,8 +103,11 @@ class HostDevice(Device):
     @property
     def name(self) -> str:
         """For example "AMD EPYC (2 threads, avx512_bf16)"."""
+        return f"{self._model_name} ({', '.join(self._facts())})"
+
+    def _facts(self) -> list[str]:
         threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
-        return f"{self._model_name} ({', '.join([threads, *self.matrix_flags])})"
+        return [threads, *self.matrix_flags]
 
     def resolve_dtype(self, dtype: DType) -> torch.dtype:
         """Return the dtype; "auto" is bfloat16 if the CPU multiplies it in hardware."""
