@@ -1,0 +1,199 @@
+"""Models with recurrent states on a fake CUDA device: the tokens of the reference, and no waits.
+
+The arithmetic of the layers is plain torch, from the plans that the kernels read on the device;
+tests/worker/layers/test_recurrence_kernels.py has the kernels.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine_core.busy_loop import OVERLAPPED
+from engine_core.request import Request
+from proto.messages.scheduler_output import SchedulerOutput
+from tests.fakes.cuda_runner import (
+    NUM_ROWS,
+    NUM_STATE_SLOTS,
+    REQUEST_PARAMS,
+    STATE_SIZES,
+    VOCAB_SIZE,
+    Harness,
+    Model,
+    OnFakeCuda,
+    assert_mostly_equal,
+    compute_by_torch,
+    host_runner,
+    num_cascades,
+    serve,
+)
+from tests.fakes.drafts import SyntheticDrafts
+from tests.fakes.fake_cuda import FakeCuda
+from worker.cuda.runner_builder import run_largest_step
+from worker.step.model_runner import ModelRunner, SyncModelRunner
+
+pytestmark = pytest.mark.suite("devices")
+
+IN_REHEARSAL = pytest.mark.suite("rehearsal")
+_OF_EACH_KIND = ("qwen3next", "mamba2", "lfm2")
+"""One of each kind of recurrent layer, one of them without attention."""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    compute_by_torch(monkeypatch)
+    with FakeCuda() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    return {}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(each, marks=() if each in _OF_EACH_KIND else IN_REHEARSAL)
+        for each in STATE_SIZES
+    ]
+)
+def model(
+    request: pytest.FixtureRequest,
+    models: dict[str, Model],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Model:
+    name = request.param
+    if name not in models:
+        models[name] = Model(name, tmp_path_factory.mktemp(name))
+    return models[name]
+
+
+def harness_of(runner: Any, model: Model, num_blocks: int = 81, **settings: Any) -> Harness:
+    groups = model.cache_groups()
+    settings = {"num_state_slots": NUM_STATE_SLOTS, "groups": groups} | settings
+    return Harness(runner, num_blocks, settings.pop("num_rows", NUM_ROWS), **settings)
+
+
+def on_host(model: Model, num_blocks: int = 81, num_rows: int = NUM_ROWS) -> Harness:
+    runner = SyncModelRunner(host_runner(model, num_rows))
+    return harness_of(runner, model, num_blocks, num_rows=num_rows)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "eager"), [(81, False), (15, False), (81, True)], ids=["", "preempted", "eager"]
+)
+def test_tokens_are_those_of_the_reference(
+    num_blocks: int, eager: bool, model: Model, cuda: FakeCuda
+) -> None:
+    """In chunks beside decodes, and the same prompts again, from states in the cache."""
+    host = on_host(model, num_blocks)
+    wanted = serve(host) + serve(host)
+    worker = OnFakeCuda(model, cuda, NUM_ROWS, enforce_eager=eager)
+    ahead = harness_of(worker.runner, model, num_blocks, async_scheduling=True)
+    assert serve(ahead) + serve(ahead) == wanted
+    assert ahead.worker.most_unknown == OVERLAPPED
+    assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
+    assert (cuda.device.num_replays > 20) == (not eager)
+    assert ahead.scheduler.pop_stats().prefix_cache_hits > 0
+
+
+def test_no_step_waits_for_the_device(
+    model: Model, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions in slots stay on the device, also of steps with drafts."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host waits for the device")
+
+    worker = OnFakeCuda(model, cuda, NUM_ROWS)
+    monkeypatch.setattr(ModelRunner, "finish_on_host", refuse)
+    monkeypatch.setattr(cuda.device, "fetch", refuse)
+    drafting = SyntheticDrafts(0.5, lambda request: [1] * 99, vocab_size=VOCAB_SIZE)
+    harness = harness_of(worker.runner, model, async_scheduling=True, drafting=drafting)
+    serve(harness)
+    assert drafting.num_drafted > 5
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["", "eager"])
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+def test_drafts_are_verified_and_rolled_back(
+    acceptance: float, eager: bool, model: Model, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs take steps with drafts, whose rows are several of a sequence; preempted, and warm."""
+    expected = on_host(model, 40)
+    tokens = serve(expected)
+    answers = dict(zip(expected.outputs, tokens, strict=True))
+
+    def answer(request: Request) -> list[int]:
+        return answers[request.request_id, request.choice]
+
+    drafting = SyntheticDrafts(acceptance, answer, vocab_size=VOCAB_SIZE)
+    worker = OnFakeCuda(model, cuda, NUM_ROWS, enforce_eager=eager)
+    found = harness_of(worker.runner, model, 40, async_scheduling=True, drafting=drafting)
+    replays = 0
+    launch = found.worker.launch
+
+    def count_replays(step: SchedulerOutput) -> None:
+        nonlocal replays
+        before = cuda.device.num_replays
+        launch(step)
+        replays += bool(step.drafts) and cuda.device.num_replays > before
+
+    monkeypatch.setattr(found.worker, "launch", count_replays)
+    assert serve(found) == tokens
+    assert drafting.num_drafted > 5
+    assert (drafting.num_accepted > 5) == (acceptance > 0.0)
+    assert (replays > 3) == (not eager)
+
+
+def test_beams_go_on_from_copies_of_states(model: Model, cuda: FakeCuda) -> None:
+    """The copies are queued before the step that reads them, beside other requests."""
+    worker = OnFakeCuda(model, cuda, 2 * NUM_ROWS)
+    ahead = harness_of(
+        worker.runner, model, 60, num_rows=2 * NUM_ROWS, async_scheduling=True
+    )
+    host = on_host(model, 60, 2 * NUM_ROWS)
+    num_copies = 0
+    launch = ahead.worker.launch
+
+    def count_copies(step: SchedulerOutput) -> None:
+        nonlocal num_copies
+        num_copies += len(step.state_copies)
+        launch(step)
+
+    ahead.worker.launch = count_copies  # type: ignore[method-assign]
+    answers = []
+    for harness in (ahead, host):
+        rows = harness.add(list(range(3, 23)), 16, n=3, beam_width=3, eos_token_ids=(7,))
+        answers.append(
+            [*serve(harness, REQUEST_PARAMS[:4]), *(harness.tokens_of(row) for row in rows)]
+        )
+    assert answers[0] == answers[1]
+    assert num_copies > 0
+    assert cuda.device.num_replays > 0
+
+
+def test_attention_of_hybrid_models_reads_a_shared_prefix_once(
+    models: dict[str, Model], cuda: FakeCuda, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Cascade attention runs without graphs; states are planned as in any step."""
+    model = Model("lfm2", tmp_path_factory.mktemp("cascade"))
+    params: list[dict[str, Any]] = [{"temperature": 0.0}] * 4
+    worker = OnFakeCuda(model, cuda, NUM_ROWS, cascade_attention_from=2)
+    found = harness_of(worker.runner, model, async_scheduling=True)
+    wanted = serve(on_host(model), params, num_shared=5 * 4)
+    assert_mostly_equal(serve(found, params, num_shared=5 * 4), wanted)
+    assert num_cascades(worker) > 5
+    assert cuda.device.num_replays == 0
+
+
+def test_the_largest_step_runs_without_slots(model: Model, cuda: FakeCuda) -> None:
+    """It begins all sequences and writes the null slot alone."""
+    worker = OnFakeCuda(model, cuda, NUM_ROWS)
+    assert worker.states is not None
+    before = cuda.device.fetch(worker.states.buffer)[1:]
+    run_largest_step(worker.gpu, worker.parts, 24, 4)
+    after = cuda.device.fetch(worker.states.buffer)
+    assert torch.equal(after[1:, :-1].isnan(), before[:, :-1].isnan())
+    assert not after[0].isnan().any()
