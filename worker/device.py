@@ -188,7 +188,7 @@ class Device(LayerDevice, BlockDevice):
         """Return memory of zeros for KV, states or experts of all tokens."""
 
     def state_cache(self, shape: StateShape, num_slots: int, block_size: int) -> StateCache:
-        """Return the states of recurrent layers, with the plans of steps as its layers read them."""
+        """Return the states of recurrent layers, with the plans of steps that the layers read."""
         return StateCache(shape, num_slots, block_size, self.zeros)
 
     # ---- Weights ----

@@ -40,6 +40,8 @@ _MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "gemma3": ("gemma3", {}),
     "mixtral without graphs": ("mixtral", {"enforce_eager": True}),
     "deepseek3 without graphs": ("deepseek3", {"enforce_eager": True}),
+    "granitehybrid": ("granitehybrid", {}),
+    "qwen3next without graphs": ("qwen3next", {"enforce_eager": True}),
     "llama with a draft model": ("llama", {"has_draft_model": True}),
     "llama with adapters": ("llama", {"has_adapters": True}),
     "llama with adapters, without graphs": (

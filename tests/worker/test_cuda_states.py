@@ -150,9 +150,7 @@ def test_drafts_are_verified_and_rolled_back(
 def test_beams_go_on_from_copies_of_states(model: Model, cuda: FakeCuda) -> None:
     """The copies are queued before the step that reads them, beside other requests."""
     worker = OnFakeCuda(model, cuda, 2 * NUM_ROWS)
-    ahead = harness_of(
-        worker.runner, model, 60, num_rows=2 * NUM_ROWS, async_scheduling=True
-    )
+    ahead = harness_of(worker.runner, model, 60, num_rows=2 * NUM_ROWS, async_scheduling=True)
     host = on_host(model, 60, 2 * NUM_ROWS)
     num_copies = 0
     launch = ahead.worker.launch

@@ -8,8 +8,8 @@ batch sizes. A step uses the next larger graph and leaves the rest of its rows e
 
 A draft is more rows of its sequence, so steps that verify drafts use the same graphs. Before a
 replay the step's values are copied to fixed addresses: token ids and positions here, slots
-and plans by the attention backend and by the states of recurrent layers. Steps with prefills, and steps with more sequences than the
-largest graph, run kernel by kernel.
+and plans by the attention backend and by the states of recurrent layers. Steps with prefills, and
+steps with more sequences than the largest graph, run kernel by kernel.
 
 A model that is served with adapters has two graphs of each size: that of steps without adapters has
 no kernel of adapters. Steps in which adapters multiply outputs (DoRA) run kernel by kernel.

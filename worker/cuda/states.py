@@ -130,13 +130,12 @@ class CudaStates(StateCache):
         )
 
 
-def flat_plan(
-    plan: StatePlan, inputs: AttentionInputs, sizes: Sequence[int]
-) -> NDArray[np.int32]:
+def flat_plan(plan: StatePlan, inputs: AttentionInputs, sizes: Sequence[int]) -> NDArray[np.int32]:
     """Return the arrays of StateStep, of these sizes, one after the other at aligned addresses.
 
     Kernels are compiled for addresses that are aligned, and for others: those of no array may
-    depend on the step. Added sequences have no tokens, no source and no writes; added tokens have no sequence.
+    depend on the step. Added sequences have no tokens, no source and no writes; added tokens have
+    no sequence.
     """
     counts = np.diff(plan.query_start)
     owners = np.repeat(np.arange(len(counts)), counts)

@@ -170,7 +170,9 @@ def softplus(x):  # type: ignore[no-untyped-def]
     one_more = 1.0 + power
     # log(1 + p) for a p that loses bits in 1 + p (Kahan)
     rest = one_more - 1.0
-    log = tl.where(rest == 0.0, power, tl.log(one_more) * (power / tl.where(rest == 0.0, 1.0, rest)))
+    is_lost = rest == 0.0
+    ratio = power / tl.where(is_lost, 1.0, rest)
+    log = tl.where(is_lost, power, tl.log(one_more) * ratio)
     return tl.maximum(x, 0.0) + log
 
 
@@ -257,9 +259,7 @@ def scan_mamba2(  # type: ignore[no-untyped-def]
             begin = mixed + row.to(tl.int64) * channels
             x = tl.load(begin + head * head_size + column, mask=is_column, other=0.0)
             into = tl.load(begin + to_read, mask=place < state_size, other=0.0)
-            out = tl.load(
-                begin + groups * state_size + to_read, mask=place < state_size, other=0.0
-            )
+            out = tl.load(begin + groups * state_size + to_read, mask=place < state_size, other=0.0)
             time = gate_of(number, repeated, first, old, gates, gate_stride, head, heads)
             time = softplus(time * time_factor + bias)
             state = state * tl.exp(decay * time) + into[:, None] * (x * time)[None, :]
