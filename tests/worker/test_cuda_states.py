@@ -95,7 +95,7 @@ def test_tokens_are_those_of_the_reference(
     assert ahead.worker.most_unknown == OVERLAPPED
     assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
     assert (cuda.device.num_replays > 20) == (not eager)
-    assert ahead.scheduler.pop_stats().prefix_cache_hits > 0
+    assert ahead.scheduler.pop_stats().prefix_cache_hits > 0 or num_blocks < 81
 
 
 def test_no_step_waits_for_the_device(
@@ -109,7 +109,9 @@ def test_no_step_waits_for_the_device(
     worker = OnFakeCuda(model, cuda, NUM_ROWS)
     monkeypatch.setattr(ModelRunner, "finish_on_host", refuse)
     monkeypatch.setattr(cuda.device, "fetch", refuse)
-    drafting = SyntheticDrafts(0.5, lambda request: [1] * 99, vocab_size=VOCAB_SIZE)
+    drafting = SyntheticDrafts(
+        0.5, lambda request, num_tokens: [3] * num_tokens, vocab_size=VOCAB_SIZE
+    )
     harness = harness_of(worker.runner, model, async_scheduling=True, drafting=drafting)
     serve(harness)
     assert drafting.num_drafted > 5
@@ -121,16 +123,20 @@ def test_drafts_are_verified_and_rolled_back(
     acceptance: float, eager: bool, model: Model, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs take steps with drafts, whose rows are several of a sequence; preempted, and warm."""
-    expected = on_host(model, 40)
+    num_rows = 10
+    expected = on_host(model, 40, num_rows)
     tokens = serve(expected)
-    answers = dict(zip(expected.outputs, tokens, strict=True))
 
-    def answer(request: Request) -> list[int]:
-        return answers[request.request_id, request.choice]
+    def answer(request: Request, num_tokens: int) -> list[int]:
+        recorded = expected.tokens[request.request_id, request.choice]
+        first = request.num_output_tokens
+        return recorded[first : first + num_tokens] or [5]
 
     drafting = SyntheticDrafts(acceptance, answer, vocab_size=VOCAB_SIZE)
-    worker = OnFakeCuda(model, cuda, NUM_ROWS, enforce_eager=eager)
-    found = harness_of(worker.runner, model, 40, async_scheduling=True, drafting=drafting)
+    worker = OnFakeCuda(model, cuda, num_rows, enforce_eager=eager)
+    found = harness_of(
+        worker.runner, model, 40, num_rows=num_rows, async_scheduling=True, drafting=drafting
+    )
     replays = 0
     launch = found.worker.launch
 
@@ -190,8 +196,8 @@ def test_the_largest_step_runs_without_slots(model: Model, cuda: FakeCuda) -> No
     """It begins all sequences and writes the null slot alone."""
     worker = OnFakeCuda(model, cuda, NUM_ROWS)
     assert worker.states is not None
-    before = cuda.device.fetch(worker.states.buffer)[1:]
+    before = cuda.device.fetch(worker.states.buffer).view(torch.int32)
     run_largest_step(worker.gpu, worker.parts, 24, 4)
-    after = cuda.device.fetch(worker.states.buffer)
-    assert torch.equal(after[1:, :-1].isnan(), before[:, :-1].isnan())
-    assert not after[0].isnan().any()
+    after = cuda.device.fetch(worker.states.buffer).view(torch.int32)
+    assert torch.equal(after[1:], before[1:])
+    assert not torch.equal(after[0], before[0])

@@ -101,6 +101,7 @@ EXPANDED_ROWS = Kernel(
 
 
 _STEP = dict.fromkeys(("query_start", "sources", "again", "write_start"), "*i32")
+_SEQUENCES = dict.fromkeys(("query_start", "sources", "again", "owners"), "*i32")
 
 
 def recurrences() -> list[Kernel]:
@@ -120,9 +121,9 @@ def recurrences() -> list[Kernel]:
     return [
         Kernel(
             "recurrence.begin_sequence",
-            {"slot_positions": "*i32", "slot_stride": "i32", "computed": "*i32"}
-            | _STEP
-            | {"write_slots": "*i32", "positions": "*i32"},
+            {"slot_positions": "*i32", "slot_stride": "i32"}
+            | dict.fromkeys(("sources", "computed", "again"), "*i32")
+            | dict.fromkeys(("write_start", "write_slots", "positions"), "*i32"),
             {},
             one_warp,
         ),
@@ -130,8 +131,8 @@ def recurrences() -> list[Kernel]:
             Kernel(
                 "recurrence.convolve",
                 inputs
-                | {"weights": "*fp32", "bias": "*fp32", "mixed": mixed, "owners": "*i32"}
-                | _STEP
+                | {"weights": "*fp32", "bias": "*fp32", "mixed": mixed}
+                | _SEQUENCES
                 | dict.fromkeys((*sizes, "gate_column", "num_tokens", "max_logged"), "i32"),
                 {"taps": 4, "biased": biased, "activated": not multiplied}
                 | {"multiplied": multiplied, "block": 256},
