@@ -117,8 +117,7 @@ def test_no_step_waits_for_the_device(
     assert drafting.num_drafted > 5
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["", "eager"])
-@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(("acceptance", "eager"), [(0.0, False), (0.6, False), (1.0, True)])
 def test_drafts_are_verified_and_rolled_back(
     acceptance: float, eager: bool, model: Model, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
