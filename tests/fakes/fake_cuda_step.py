@@ -169,9 +169,16 @@ def _launch_name(func: Any, args: Any) -> str:
     return str(func).removeprefix("aten.")
 
 
+def _contiguous(tensor: torch.Tensor) -> Any:
+    if tensor.is_contiguous():
+        return tensor
+    return torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)
+
+
 _OPERATORS: dict[Any, Any] = {
     torch.Tensor.copy_: torch.ops.aten.copy_,
     torch.Tensor.__invert__: torch.ops.aten.bitwise_not,
+    torch.Tensor.contiguous: _contiguous,
 }
 
 
