@@ -230,7 +230,7 @@ class RunnerBuilder:
             model=loaded.model,
             dtype=loaded.dtype,
             kv_cache=self._create_step_cache(1, block_size),
-            states=states and self._device.state_cache(states, 2, block_size),
+            states=(None if states is None else self._device.state_cache(states, 2, block_size)),
             batch=batch,
             pooling_head=loaded.pooling_head,
         )

@@ -5,6 +5,7 @@ tests/worker/layers/test_recurrence_kernels.py has the kernels.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from tests.fakes.cuda_runner import (
 )
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.fake_cuda import FakeCuda
+from worker.cuda.formats import FixedRowsFormat
 from worker.cuda.runner_builder import run_largest_step
 from worker.step.model_runner import ModelRunner, SyncModelRunner
 
@@ -48,7 +50,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+def models() -> dict[str, Model]:
+    """Models by name, each made when it is first asked for."""
     return {}
 
 
@@ -178,10 +181,10 @@ def test_beams_go_on_from_copies_of_states(model: Model, cuda: FakeCuda) -> None
 
 
 def test_attention_of_hybrid_models_reads_a_shared_prefix_once(
-    models: dict[str, Model], cuda: FakeCuda, tmp_path_factory: pytest.TempPathFactory
+    cuda: FakeCuda, tmp_path: Path
 ) -> None:
     """Cascade attention runs without graphs; states are planned as in any step."""
-    model = Model("lfm2", tmp_path_factory.mktemp("cascade"))
+    model = Model("lfm2", tmp_path)
     params: list[dict[str, Any]] = [{"temperature": 0.0}] * 4
     worker = OnFakeCuda(model, cuda, NUM_ROWS, cascade_attention_from=2)
     found = harness_of(worker.runner, model, async_scheduling=True)
@@ -200,3 +203,12 @@ def test_the_largest_step_runs_without_slots(model: Model, cuda: FakeCuda) -> No
     after = cuda.device.fetch(worker.states.buffer).view(torch.int32)
     assert torch.equal(after[1:], before[1:])
     assert not torch.equal(after[0], before[0])
+
+
+def test_batch_invariant_steps_split_attention_alone(model: Model, cuda: FakeCuda) -> None:
+    """Attention sees each query as a sequence of its own; the group of states does not."""
+    settings: dict[str, Any] = {"weight_format": FixedRowsFormat(model.dtype)}
+    worker = OnFakeCuda(model, cuda, NUM_ROWS, batch_invariant=True, **settings)
+    found = harness_of(worker.runner, model, async_scheduling=True)
+    assert serve(found) == serve(on_host(model))
+    assert cuda.device.num_replays == 0

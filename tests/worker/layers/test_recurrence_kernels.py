@@ -26,7 +26,6 @@ from tests.worker.layers.test_recurrences import (
     weights_of,
 )
 from tests.worker.sampling.test_device_edits import HostAccelerator
-from worker.attention.backend import AttentionInputs
 from worker.attention.kv_cache import StateShape
 from worker.cuda.layers.recurrence import TRITON_RECURRENCES
 from worker.cuda.states import CudaStates
@@ -142,6 +141,5 @@ def test_a_copied_or_loaded_slot_brings_its_position() -> None:
     other = log_of(shape, cuda_states)
     other.block_rows()[7] = cache.block_rows()[2]
     other.copy_slots([7], [8])
-    inputs: AttentionInputs = inputs_of([(5, 9)], [[0, 8, 9]])
-    other.plan_step(inputs)
+    other.plan_step(inputs_of([(5, 9)], [[0, 8, 9]]))
     assert torch.equal(run(rule, shape, rows[5:], other, 1), whole[5:])

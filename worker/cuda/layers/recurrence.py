@@ -5,8 +5,9 @@ gate and norm of each token, and the windows and logs that its slots get. Short 
 scan. The number of launches does not depend on the step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -14,7 +15,7 @@ from worker.attention.state_cache import StateCache
 from worker.cuda.states import CudaStates, StateStep
 from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights
 from worker.layers.mamba2 import Mamba2Shape, Mamba2Weights
-from worker.layers.recurrence import TILE, Recurrence, RecurrenceShape
+from worker.layers.recurrence import TILE, Recurrences, RecurrenceShape
 from worker.layers.scratch import ByteBuffer
 from worker.layers.short_conv import ShortConvShape, ShortConvWeights
 
@@ -29,7 +30,7 @@ def _block(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-class TritonRecurrence:
+class TritonRecurrence(ABC):
     """What the kinds have in common: the convolution, and what slots keep of it.
 
     taps, bias: of the convolution. column: of its first input in the first projection of the input.
@@ -75,6 +76,7 @@ class TritonRecurrence:
         """Return the dtype of the output."""
         return inputs[0].dtype
 
+    @abstractmethod
     def _launch(
         self,
         inputs: Sequence[torch.Tensor],
@@ -87,7 +89,6 @@ class TritonRecurrence:
 
         states: of the layer in all slots, float32 [num_slots, its size].
         """
-        raise NotImplementedError
 
     def _gates_at(self, max_logged: int) -> int:
         """Return where the log of the gates begins in a slot."""
@@ -397,9 +398,8 @@ class TritonShortConv(TritonRecurrence):
         self._keep_inputs(rows, rows, step, states, max_logged)
 
 
-TRITON_RECURRENCES: Final[Mapping[type[Any], Callable[[Any, Any], Recurrence]]] = {
+TRITON_RECURRENCES: Final[Recurrences] = {
     DeltaRuleShape: TritonDeltaRule,
     Mamba2Shape: TritonMamba2,
     ShortConvShape: TritonShortConv,
 }
-"""What makes the implementation of a kind."""
