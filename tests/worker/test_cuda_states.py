@@ -14,6 +14,7 @@ import torch
 from engine_core.busy_loop import OVERLAPPED
 from engine_core.request import Request
 from proto.messages.scheduler_output import SchedulerOutput
+from tests.fakes.copy_streams import CopyingThread
 from tests.fakes.cuda_runner import (
     NUM_ROWS,
     NUM_STATE_SLOTS,
@@ -31,6 +32,7 @@ from tests.fakes.cuda_runner import (
 )
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.fake_cuda import FakeCuda
+from worker.cuda.block_copies import DeviceBlockBytes
 from worker.cuda.formats import FixedRowsFormat
 from worker.cuda.runner_builder import run_largest_step
 from worker.step.model_runner import ModelRunner, SyncModelRunner
@@ -212,3 +214,25 @@ def test_batch_invariant_steps_split_attention_alone(model: Model, cuda: FakeCud
     found = harness_of(worker.runner, model, async_scheduling=True)
     assert serve(found) == serve(on_host(model))
     assert cuda.device.num_replays == 0
+
+
+def test_slots_go_to_a_medium_and_back_with_their_positions(model: Model, cuda: FakeCuda) -> None:
+    """As KV blocks do, behind the steps that write them."""
+    worker = OnFakeCuda(model, cuda, NUM_ROWS)
+    harness = harness_of(worker.runner, model, async_scheduling=True)
+    serve(harness, REQUEST_PARAMS[:3])
+    states = worker.states
+    assert states is not None
+    stream: Any = CopyingThread(cuda.device)
+    device: Any = cuda.device
+    copier = DeviceBlockBytes(states.block_rows(), device, stream)
+    wait_for_steps = copier.record_steps()
+    written = cuda.device.fetch(states.buffer).view(torch.int32)
+    slot = int(written[1:, -1].argmax()) + 1
+    assert written[slot, -1] > 0
+    memory = bytearray(copier.block_bytes)
+    wait_for_steps()
+    copier.copy_out(slot, memoryview(memory))
+    copier.copy_in(memoryview(memory), NUM_STATE_SLOTS - 1)
+    after = cuda.device.fetch(states.buffer).view(torch.int32)
+    assert torch.equal(after[-1], written[slot])
