@@ -111,12 +111,12 @@ def recurrences() -> list[Kernel]:
     sizes = ("row_stride", "slot_stride", "inputs_at", "column", "factor_column", "channels")
     scan = {"mixed": "*fp32", "gates": "*bf16", "states": "*fp32", "output": "*fp32"}
     scan |= dict.fromkeys(("decays", "time_bias"), "*fp32") | _STEP | writes
-    scan |= dict.fromkeys(("gate_stride", "slot_stride", "gates_at", "heads", "tiles"), "i32")
+    scan |= dict.fromkeys(("gate_stride", "slot_stride", "gates_at", "heads", "parts"), "i32")
     scan |= dict.fromkeys(("channels", "num_tokens", "max_logged"), "i32")
     of_mamba = {"skip": "*fp32", "time_factor": "fp32"}
     of_mamba |= dict.fromkeys(("head_size", "heads_of_group", "groups"), "i32")
     of_delta = {"query_scale": "fp32"} | dict.fromkeys(("value_size", "key_heads"), "i32")
-    tile = {"block_rows": 128, "tile_columns": 32}
+    tile = {"block_rows": 128, "block_columns": 16, "tile_columns": 32}
     one_warp = {"num_warps": 1}
     return [
         Kernel(

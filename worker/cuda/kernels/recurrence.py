@@ -1,8 +1,8 @@
 """The Triton kernels of recurrent layers: convolutions, scans, gates with norms, and slots.
 
-A program of a scan computes the tokens of one sequence one after the other, in float32, with a tile
-of 32 columns of a state in registers. Prompts, decodes and drafts run the same program, so a token
-has the same bits however its sequence is cut into steps.
+A program of a scan computes the tokens of one sequence one after the other, in float32, with a few
+columns of a state in registers. Prompts, decodes and drafts run the same program, so a token has
+the same bits however its sequence is cut into steps.
 
 A sequence computes its logged tokens again before those of the step. Its tokens are numbered from
 the first of both on:
@@ -208,7 +208,7 @@ def scan_mamba2(  # type: ignore[no-untyped-def]
     gates_at,
     heads,
     head_size,
-    tiles,
+    parts,
     heads_of_group,
     groups,
     channels,
@@ -217,26 +217,28 @@ def scan_mamba2(  # type: ignore[no-untyped-def]
     max_logged,
     state_size: tl.constexpr,
     block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Compute the tokens of a sequence in 32 columns of a head of a Mamba-2 layer.
+    """Compute the tokens of a sequence in a part of the columns of a head of a Mamba-2 layer.
 
-    Grid: (sequences, heads * tiles). mixed: float32 [rows, channels], x ‖ B ‖ C. gates: dt of head
-    0 of each token. gates_at: of the log in a slot. output: float32 [T, heads * head_size], with
-    the skip, before gate and norm.
+    Grid: (sequences, heads * parts); the columns of all parts are whole tiles. mixed: float32
+    [rows, channels], x ‖ B ‖ C. gates: dt of head 0 of each token. gates_at: of the log in a slot.
+    output: float32 [T, heads * head_size], with the skip, before gate and norm.
     """
     sequence = tl.program_id(0)
-    head = tl.program_id(1) // tiles
-    tile = tl.program_id(1) % tiles
+    head = tl.program_id(1) // parts
+    part = tl.program_id(1) % parts
     first = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - first
     repeated = tl.load(again + sequence)
     source = tl.load(sources + sequence).to(tl.int64)
     place = tl.arange(0, block_rows)
-    column = tile * tile_columns + tl.arange(0, tile_columns)
+    column = part * block_columns + tl.arange(0, block_columns)
     is_column = column < head_size
-    element = tl.program_id(1) * state_size * tile_columns
-    element += place[:, None] * tile_columns + tl.arange(0, tile_columns)[None, :]
+    tile = tl.program_id(1) * block_columns // tile_columns
+    element = (tile * state_size + place[:, None]) * tile_columns
+    element += (column % tile_columns)[None, :]
     is_read = (place < tl.where(source >= 0, state_size, 0))[:, None]
     state = tl.load(states + source * slot_stride + element, mask=is_read, other=0.0)
     old = states + source * slot_stride + gates_at
@@ -291,7 +293,7 @@ def scan_delta_rule(  # type: ignore[no-untyped-def]
     gates_at,
     heads,
     value_size,
-    tiles,
+    parts,
     key_heads,
     channels,
     query_scale,
@@ -300,27 +302,30 @@ def scan_delta_rule(  # type: ignore[no-untyped-def]
     tiled: tl.constexpr,
     key_size: tl.constexpr,
     block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Compute the tokens of a sequence in 32 columns of a value head of a delta-rule layer.
+    """Compute the tokens of a sequence in a part of the columns of a value head, by the delta rule.
 
-    Grid: (sequences, value heads * tiles). mixed: float32 [rows, channels], q ‖ k ‖ v. gates: b ‖ a
-    of each token. gates_at: of the log in a slot. query_scale: key_size ** -0.5. output: float32
-    [T, value heads * value_size], before norm and gate.
+    Grid: (sequences, value heads * parts); the columns of all parts are whole tiles. mixed: float32
+    [rows, channels], q ‖ k ‖ v. gates: b ‖ a of each token. gates_at: of the log in a slot.
+    query_scale: key_size ** -0.5. output: float32 [T, value heads * value_size], before norm and
+    gate.
     """
     sequence = tl.program_id(0)
-    head = tl.program_id(1) // tiles
-    tile = tl.program_id(1) % tiles
+    head = tl.program_id(1) // parts
+    part = tl.program_id(1) % parts
     first = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - first
     repeated = tl.load(again + sequence)
     source = tl.load(sources + sequence).to(tl.int64)
     place = tl.arange(0, block_rows)
     is_place = place < key_size
-    column = tile * tile_columns + tl.arange(0, tile_columns)
+    column = part * block_columns + tl.arange(0, block_columns)
     is_column = column < value_size
-    element = tl.program_id(1) * key_size * tile_columns
-    element += place[:, None] * tile_columns + tl.arange(0, tile_columns)[None, :]
+    tile = tl.program_id(1) * block_columns // tile_columns
+    element = (tile * key_size + place[:, None]) * tile_columns
+    element += (column % tile_columns)[None, :]
     is_read = (place < tl.where(source >= 0, key_size, 0))[:, None]
     state = tl.load(states + source * slot_stride + element, mask=is_read, other=0.0)
     old = states + source * slot_stride + gates_at

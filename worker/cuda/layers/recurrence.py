@@ -1,6 +1,6 @@
 """Recurrent layers on a GPU, by the kernels of kernels/recurrence.py.
 
-A layer is a convolution of all tokens, a scan with a program for each sequence and tile of a state,
+A layer is a convolution of all tokens, a scan with a program for each sequence and part of a state,
 gate and norm of each token, and the windows and logs that its slots get. Short convolutions have no
 scan. The number of launches does not depend on the step.
 """
@@ -21,8 +21,10 @@ from worker.layers.short_conv import ShortConvShape, ShortConvWeights
 
 _CHANNELS: Final = 256
 """Channels of a convolution that a program computes."""
+_COLUMNS: Final = 16
+"""Columns of a state that a program of a scan has: of 128 rows they fit the registers of a warp."""
 _SCAN_WARPS: Final = 1
-"""Of a program that has a tile of a state: sums over its rows then need no shared memory."""
+"""Of a program of a scan: sums over the rows of a state then need no shared memory."""
 
 
 def _block(size: int) -> int:
@@ -245,8 +247,8 @@ class TritonDeltaRule(TritonRecurrence):
         mixed = self._mixed(rows, step, max_logged)
         self._convolve(rows, step, states, max_logged, mixed)
         output = mixed.new_empty(len(rows), shape.values)
-        tiles = -(-shape.value_size // TILE)
-        scan_delta_rule[(step.num_seqs, shape.num_value_heads * tiles)](
+        parts = -(-shape.value_size // TILE) * (TILE // _COLUMNS)
+        scan_delta_rule[(step.num_seqs, shape.num_value_heads * parts)](
             mixed,
             gates,
             states,
@@ -264,7 +266,7 @@ class TritonDeltaRule(TritonRecurrence):
             self._gates_at(max_logged),
             shape.num_value_heads,
             shape.value_size,
-            tiles,
+            parts,
             shape.num_key_heads,
             shape.channels,
             shape.key_size**-0.5,
@@ -273,6 +275,7 @@ class TritonDeltaRule(TritonRecurrence):
             tiled=shape.is_tiled,
             key_size=shape.key_size,
             block_rows=_block(shape.key_size),
+            block_columns=_COLUMNS,
             tile_columns=TILE,
             num_warps=_SCAN_WARPS,
         )
@@ -324,8 +327,8 @@ class TritonMamba2(TritonRecurrence):
         mixed = self._mixed(rows, step, max_logged)
         self._convolve(rows, step, states, max_logged, mixed)
         output = mixed.new_empty(len(rows), shape.inner)
-        tiles = -(-shape.head_size // TILE)
-        scan_mamba2[(step.num_seqs, shape.num_heads * tiles)](
+        parts = -(-shape.head_size // TILE) * (TILE // _COLUMNS)
+        scan_mamba2[(step.num_seqs, shape.num_heads * parts)](
             mixed,
             times,
             states,
@@ -344,7 +347,7 @@ class TritonMamba2(TritonRecurrence):
             self._gates_at(max_logged),
             shape.num_heads,
             shape.head_size,
-            tiles,
+            parts,
             shape.num_heads // shape.num_groups,
             shape.num_groups,
             shape.channels,
@@ -353,6 +356,7 @@ class TritonMamba2(TritonRecurrence):
             max_logged,
             state_size=shape.state_size,
             block_rows=_block(shape.state_size),
+            block_columns=_COLUMNS,
             tile_columns=TILE,
             num_warps=_SCAN_WARPS,
         )
