@@ -23,8 +23,13 @@ from worker.cuda.attention.flashinfer_latent import create_flashinfer
 from worker.cuda.attention.kv_store import TritonStore
 from worker.cuda.graphs import DecodeGraphs, graph_sizes
 from worker.cuda.layers.adapter_slots import SlotAdapters
-from worker.cuda.sampling.device_kernels import RowEditArrays, TritonEdits, largest_edits
-from worker.cuda.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
+from worker.cuda.sampling.device_kernels import (
+    RowEditArrays,
+    TritonDraw,
+    TritonEdits,
+    largest_edits,
+)
+from worker.cuda.sampling.device_sampler import DeviceDraw, DeviceSampler, largest_params
 from worker.cuda.sampling.draft_draw import DeviceDraftDraw
 from worker.cuda.states import CudaStates, NoAttention
 from worker.cuda.transfers import QueuedTransfers
@@ -54,7 +59,7 @@ class DeviceKernels:
 
     load_flashinfer: Callable[[], Library]
     store: TritonStore
-    draw: KeyedDraw
+    draw: TritonDraw
     edits: TritonEdits
 
 
@@ -288,7 +293,7 @@ def _create_backend(
     """
     config, shape, cache = parts.config, parts.model.spec.attention_shape, parts.kv_cache
     if config.attention_backend == "cpu":
-        raise ConfigError("--attention-backend cpu needs --device cpu", "attention_backend")
+        raise ConfigError("--attention-backend cpu needs --device cpu")
     if not parts.model.spec.has_attention:
         return NoAttention()
     try:
