@@ -59,6 +59,15 @@ class _Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedShare:
+    """Encoder work that was done for a tenant: rows of output, and the seconds they took."""
+
+    tenant: int
+    num_rows: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class FailedImage:
     """An image that could not be encoded, of a request that relied on it; index: in the prompt.
 
@@ -103,6 +112,9 @@ class EncoderInputs(SchedulerFeature):
         self._slices: list[EncoderSlice] = []  # of the step that is planned
         self._parked: dict[int, _Wait] = {}  # by seq_id
         self._runs: dict[int, list[tuple[int, int]]] = {}  # of images, by request id
+        self._causes: dict[int, list[Request]] = {}  # of the slices of steps in flight, by step
+        self._charged_rows: dict[int, dict[bytes, float]] = {}  # by seq_id and image
+        self._shares: list[EncodedShare] = []
         self._num_queries = self._num_hits = 0
         self._num_rows = self._seconds = 0.0
 
@@ -221,8 +233,11 @@ class EncoderInputs(SchedulerFeature):
         plan.free_mm_hashes = self.cache.pop_freed()
         for piece in plan.encoder_slices:
             output = self._output_of(piece)
-            if output is not None and not output.first_step:
+            assert output is not None and output.users, "nothing is encoded for no request"
+            if not output.first_step:
                 output.first_step = step
+            causing = output.users.get(piece.seq_id) or next(iter(output.users.values()))
+            self._causes.setdefault(step, []).append(causing)
 
     def end_step(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[FailedImage]:
         """Process the encoder work of a step; return the images without output of requests.
@@ -235,6 +250,7 @@ class EncoderInputs(SchedulerFeature):
         num_rows = sum(piece.end - piece.start for piece in slices)
         self._num_rows += num_rows
         self._seconds += result.encoder_seconds
+        self._share_out(step, result.encoder_seconds / num_rows)
         is_measured = True  # workers have computed all slices
         failing: list[FailedImage] = []
         for piece in slices:
@@ -277,6 +293,7 @@ class EncoderInputs(SchedulerFeature):
         if request.mm_features:
             self.release_all(request)
             self._runs.pop(request.request_id, None)
+            self._charged_rows.pop(request.seq_id, None)
 
     def release_all(self, request: Request) -> None:
         """End all claims of a request, and encode nothing for it."""
@@ -288,6 +305,7 @@ class EncoderInputs(SchedulerFeature):
         """Prepare for workers that hold nothing: requests ask for their images again."""
         self.cache.forget_workers()
         self._slices.clear()
+        self._causes.clear()
         parked, self._parked = self._parked, {}
         for wait in parked.values():
             if wait.request.status is self.status:
@@ -309,6 +327,14 @@ class EncoderInputs(SchedulerFeature):
                             if feature.mm_hash == output.feature.mm_hash
                         ),
                     )
+
+    def pop_shares(self) -> list[EncodedShare]:
+        """Return what was encoded for tenants since the last call.
+
+        Without what was encoded for the same request once more: that is work that was undone.
+        """
+        shares, self._shares = self._shares, []
+        return shares
 
     def pop_stats(self) -> EncoderStats:
         """Return the use of the cache now, and counts since the last call."""
@@ -356,6 +382,20 @@ class EncoderInputs(SchedulerFeature):
             if output.is_complete and output not in needed:
                 self._release(request.seq_id, output)
         return end
+
+    def _share_out(self, step: SchedulerOutput, row_seconds: float) -> None:
+        """Note for which tenants a step has encoded how much."""
+        causes = self._causes.pop(step.step)
+        for piece, request in zip(step.scheduled_encoder_inputs, causes, strict=True):
+            assert piece.feature is not None
+            mm_hash, start = piece.feature.mm_hash, piece.start
+            if not request.is_finished:
+                charged = self._charged_rows.setdefault(request.seq_id, {})
+                start = max(start, charged.get(mm_hash, 0.0))
+                charged[mm_hash] = max(start, piece.end)
+            if start < piece.end:
+                num_rows = piece.end - start
+                self._shares.append(EncodedShare(request.tenant, num_rows, num_rows * row_seconds))
 
     def _claim(self, request: Request, output: EncoderOutput) -> None:
         if request.seq_id not in output.users:
