@@ -142,7 +142,9 @@ class Scheduler:
         self._chunks = ChunkRule.from_config(config)
         self._encoder_inputs: EncoderInputs | None = None
         if encoder is not None:
-            self._encoder_inputs = EncoderInputs(encoder, lifecycle, policy, self._chunks)
+            self._encoder_inputs = EncoderInputs(
+                encoder, lifecycle, policy, self._chunks, config.max_num_seqs
+            )
 
         # Which request loses its blocks when they run out
         non_running_blocks = NonRunningBlocks(kv_cache)

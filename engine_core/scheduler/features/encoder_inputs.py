@@ -12,8 +12,10 @@ complete. Then images of running requests are begun, in the order of the running
 those of waiting requests, in the order of admission. A waiting request that MAX_PASSES images of
 running requests have passed comes before them, since text before an image lets ever more run.
 
-A request whose first chunk would be empty is parked, and others pass. Such a request *claims* the
-output that it waits for, and so does a running request. An output that nothing claims stays until
+A request whose first chunk would be empty is parked, and others pass. So is one that would run and
+then wait for an image, if half of the running requests may come to that: a request that computes
+nothing takes the place of another one. Such a request *claims* the output that it waits for, and so
+does a running request. An output that nothing claims stays until
 its rows are needed for another one. Rows are taken from requests that are parked, too, and for a
 running request from all that wait. So no request waits for rows that only a later one frees.
 """
@@ -98,6 +100,7 @@ class EncoderInputs(SchedulerFeature):
         lifecycle: RequestLifecycle,
         policy: FairSchedulingPolicy,
         chunks: ChunkRule,
+        max_num_seqs: int,
     ) -> None:
         self.limits = limits
         self.cache = EncoderCacheManager(limits.cache_size)
@@ -107,6 +110,7 @@ class EncoderInputs(SchedulerFeature):
         self._unblock = lifecycle.unblock
         self._policy = policy
         self._chunks = chunks
+        self._max_lacking = chunks.max_running(max_num_seqs, self.num_whole_tokens) // 2
         self._rule = EncoderBudget(limits.max_input_tokens)
         self._budget = 0.0  # rows that are left of the step
         self._slices: list[EncoderSlice] = []  # of the step that is planned
@@ -204,14 +208,21 @@ class EncoderInputs(SchedulerFeature):
         """Return `cut_chunk` of a waiting request; it is 0 for one that has to be parked.
 
         Without chunked prefill the prompt waits until all of its images are there, if the workers
-        have room for all of them.
+        have room for all of them. So it does if too many running requests lack an output already;
+        if workers have no room for all of its images, for as many as they have.
         """
         end = first + num_new
         self._parked.pop(request.seq_id, None)
         num_planned = self.cut_chunk(request, first, num_new, most)
-        is_whole = num_planned < num_new and self._must_be_whole(request, first, end)
-        if request.seq_id in self.stalled and (is_whole or not num_planned):
-            self._parked[request.seq_id] = _Wait(request, first, end, is_whole)
+        if request.seq_id in self.stalled:
+            is_whole = num_planned < num_new and self._must_be_whole(request, first)
+            if is_whole or not num_planned:
+                self._parked[request.seq_id] = _Wait(request, first, end, is_whole)
+                return 0
+        kept = self._end_of_kept(request, first)
+        if self._lacks_output(request, first, kept) and self._has_most_lacking():
+            self.stalled.add(request.seq_id)
+            self._parked[request.seq_id] = _Wait(request, first, kept, is_whole=True)
             return 0
         return num_planned
 
@@ -233,7 +244,7 @@ class EncoderInputs(SchedulerFeature):
         plan.free_mm_hashes = self.cache.pop_freed()
         for piece in plan.encoder_slices:
             output = self._output_of(piece)
-            assert output is not None and output.users, "nothing is encoded for no request"
+            assert output is not None, "nothing is encoded for no request"
             if not output.first_step:
                 output.first_step = step
             causing = output.users.get(piece.seq_id) or next(iter(output.users.values()))
@@ -489,17 +500,42 @@ class EncoderInputs(SchedulerFeature):
     def _output_of(self, piece: EncoderSlice) -> EncoderOutput | None:
         return None if piece.feature is None else self.cache.get(piece.feature.mm_hash)
 
-    def _must_be_whole(self, request: Request, first: int, end: int) -> bool:
-        """Return whether the tokens [first, end), the rest of a prompt, go into one step."""
+    def _must_be_whole(self, request: Request, first: int) -> bool:
+        """Return whether the tokens of a prompt from `first` on go into one step."""
         num_missing = request.num_tokens - first
         if self._chunks.chunked or num_missing > self._chunks.token_budget:
             return False
-        rows = {
-            feature.mm_hash: feature.num_embeds
-            for feature in request.mm_features
-            if feature.end > first and feature.offset < end
-        }
-        return sum(rows.values()) <= self.cache.capacity
+        return self._end_of_kept(request, first) == request.mm_end
+
+    def _end_of_kept(self, request: Request, first: int) -> int:
+        """Return the end of the images from `first` on for which workers have room at once."""
+        rows: dict[bytes, int] = {}
+        end = first
+        for feature in request.mm_features:
+            if feature.end > first:
+                rows[feature.mm_hash] = feature.num_embeds
+                if sum(rows.values()) > self.cache.capacity:
+                    break
+                end = feature.end
+        return end
+
+    def _lacks_output(self, request: Request, first: int, end: int) -> bool:
+        """Return whether an image of the tokens [first, end) has no complete output."""
+        for feature in request.mm_features:
+            if feature.end > first and feature.offset < end:
+                output = self.cache.get(feature.mm_hash)
+                if output is None or not output.is_complete:
+                    return True
+        return False
+
+    def _has_most_lacking(self) -> bool:
+        """Return whether no further running request may lack an output."""
+        num_lacking = sum(
+            request.num_computed_tokens < request.mm_end
+            and self._lacks_output(request, request.num_computed_tokens, request.mm_end)
+            for request in self._running
+        )
+        return num_lacking >= self._max_lacking
 
     def _end_outside_images(self, request: Request, first: int, end: int, last: int) -> int:
         """Return the end of a chunk moved out of an image; `last`: where it may end at most."""

@@ -5,8 +5,8 @@ Language Models", OSDI 2024): input tokens when a request is admitted for the fi
 OUTPUT_WEIGHT for each output token: one for each step of a decoding request, and those that a step
 yields in addition when its result arrives. An image costs the input tokens that could have been
 computed while it was encoded, in addition to its own. Recomputation after a preemption or a crash
-is charged to no tenant. So a counter moves only with work that is never undone, and two tenants cannot
-preempt each other for ever.
+is charged to no tenant. So a counter moves only with work that is never undone, and two tenants
+cannot preempt each other for ever.
 
 A tenant that was absent gets no credit for all that others were served meanwhile: when it begins to
 wait again, its counter is raised to a bounded distance behind them.

@@ -649,3 +649,27 @@ def test_an_image_that_is_encoded_again_for_its_request_is_charged_once():
     assert engine.runner.encoder.num_encoded == 2
     assert usage.served(1) - before == 0
     engine.finish(request)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5])
+def test_requests_that_wait_for_their_images_leave_places_to_others(max_num_seqs, async_scheduling):
+    """Half of the places at least, while the encoder is busy with the first image."""
+    engine = ImageHarness(
+        {"max_input_tokens": 1, "cache_size": 90},
+        max_num_seqs=max_num_seqs,
+        async_scheduling=async_scheduling,
+    )
+    with_images = [
+        engine.add_parts(
+            text(3, 10 * number), (number, 40), text(2), (10 + number, 40), (20 + number, 30)
+        )
+        for number in range(5)
+    ]
+    engine.step()
+    others = [engine.add_one(text(5, 100 + 10 * number), max_tokens=3) for number in range(5)]
+    for _ in range(25):
+        engine.step()
+    assert all(engine.finish_reason_of(each) is not None for each in others)
+    assert sum(each.status is RUNNING for each in with_images) == max_num_seqs // 2
+    engine.finish(*with_images)
