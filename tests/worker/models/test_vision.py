@@ -1,5 +1,6 @@
 """Vision parts against transformers in float32: rows of images, tokens that follow, refusals."""
 
+import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -11,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from proto.errors import ModelError
+from proto.messages.multimodal import SharedPixels
 from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import CPU, GPU, REFERENCE
@@ -29,7 +31,8 @@ from worker.host.device import HostDevice
 from worker.loader.vision import load_vision, read_vision_spec, vision_bytes
 from worker.loader.weights import load_model
 from worker.models.vision import VISION_FAMILIES, vision_spec
-from worker.models.vision.encoder import VisionEncoder
+from worker.models.vision.encoder import Pixels, VisionEncoder
+from worker.step.encoder_cache import PixelFile
 
 IMAGES = {"tall": (40, 60), "wide": (90, 20), "small": (9, 14), "square": (24, 24)}
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(REFERENCE, id="reference")]
@@ -63,7 +66,7 @@ def pixels_of(inputs: dict[str, Any]) -> torch.Tensor:
     return pixels[0] if pixels.dim() == 5 else pixels
 
 
-def encode(encoder: VisionEncoder, pixels: torch.Tensor, *shares: float) -> torch.Tensor:
+def encode(encoder: VisionEncoder, pixels: Pixels, *shares: float) -> torch.Tensor:
     encoding = encoder.begin(pixels)
     for share in (*shares, 1.0):
         encoding.advance(share)
@@ -104,6 +107,23 @@ def test_slices_do_not_change_a_bit(name: str, rows: int, tmp_path: Path) -> Non
     assert_equal_rows(whole, features(model, inputs))
     for shares in ((0.5,), (1e-9, 0.3, 0.31, 0.99), [step / 40 for step in range(1, 40)]):
         assert torch.equal(encode(encoder, pixels, *shares), whole)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_pixels_are_read_slice_by_slice(name: str, tmp_path: Path) -> None:
+    """A file that becomes shorter after the first slice fails the next one."""
+    _, prepared = saved(name, tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    encoder.unit_rows = 1
+    pixels = pixels_of(inputs_of(name, [image("tall")]))
+    pixels.numpy().tofile(tmp_path / "pixels")
+    file = PixelFile(str(tmp_path), SharedPixels("pixels", tuple(pixels.shape)))
+    assert torch.equal(encode(encoder, file, 1e-9, 0.3), encode(encoder, pixels))
+    encoding = encoder.begin(file)
+    encoding.advance(1e-9)
+    os.truncate(tmp_path / "pixels", 4 * pixels.numel() // 2)
+    with pytest.raises(ValueError, match="became shorter"):
+        encoding.advance(1.0)
 
 
 def test_a_slice_is_a_part_of_the_work(tmp_path: Path) -> None:

@@ -72,6 +72,22 @@ class VisionWeights(Protocol):
         ...
 
 
+class Pixels(Protocol):
+    """Pixels of an image, float32 [tiles, channels, height, width]: a tensor, or as one in a file.
+
+    A unit reads the part that it needs. Raises OSError or ValueError if it cannot be read.
+    """
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The size of each dimension."""
+        ...
+
+    def __getitem__(self, part: tuple[slice, ...], /) -> torch.Tensor:
+        """Read a part: a range of each dimension."""
+        ...
+
+
 def unit_rows(device: LayerDevice) -> int:
     """Return the rows of a unit on a device."""
     return _UNIT_ROWS if device.has_results else _ALL_ROWS
@@ -229,38 +245,40 @@ class VisionEncoder:
         self.layers = [_Layer(tower, each, weights) for each in range(spec.num_layers)]
         self.projector = _PROJECTIONS[type(spec.projector)](spec, weights)
 
-    def begin(self, pixels: torch.Tensor, grid: tuple[int, ...] = ()) -> "Encoding":
-        """Return the encoding of an image, of which nothing is computed yet.
+    def begin(self, pixels: Pixels, grid: tuple[int, ...] = ()) -> "Encoding":
+        """Return the encoding of an image, of which nothing is computed or read yet.
 
-        pixels: float32 [tiles, channels, height, width], or without tiles for one; they must stay
-        as they are until the output is complete. grid: not needed by these models.
+        pixels: a tensor of one tile may lack the first dimension. They must stay as they are until
+        the output is complete. grid: not needed by these models.
         Raises ValueError for pixels of a shape that the model does not take.
         """
-        if pixels.dim() == 3:
+        if isinstance(pixels, torch.Tensor) and pixels.dim() == 3:
             pixels = pixels[None]
-        tower = self.spec.tower
-        side = pixels.shape[-1] // tower.patch_size
+        tower, shape = self.spec.tower, tuple(pixels.shape)
+        side = shape[-1] // tower.patch_size
         projector = self.spec.projector
         scale = 1 if isinstance(projector, MlpProjector) else projector.scale
         if (
-            pixels.dim() != 4
-            or pixels.shape[1] != 3
-            or pixels.shape[2] != pixels.shape[3]
-            or (pixels.shape[3] != tower.image_size and not tower.takes_other_sizes)
-            or not 1 <= len(pixels) <= self.spec.max_tiles
+            len(shape) != 4
+            or shape[1] != 3
+            or shape[2] != shape[3]
+            or (shape[3] != tower.image_size and not tower.takes_other_sizes)
+            or not 1 <= shape[0] <= self.spec.max_tiles
             or not scale <= side
             or side % scale
-            or len(pixels) * self.spec.embeds_per_tile(side) > self.max_embeds
+            or shape[0] * self.spec.embeds_per_tile(side) > self.max_embeds
         ):
             raise ValueError(
-                f"pixels of shape {list(pixels.shape)}: at most {self.spec.max_tiles} tiles of "
+                f"pixels of shape {list(shape)}: at most {self.spec.max_tiles} tiles of "
                 f"3 x {tower.image_size} x {tower.image_size} are needed"
             )
         return Encoding(self, pixels, side)
 
-    def write_patches(self, pixels: torch.Tensor, rows: slice, residual: torch.Tensor) -> None:
-        """Write the residual [tiles, rows, hidden] before the first layer, of these rows."""
-        tower, (tiles, num_rows, size) = self.spec.tower, residual.shape
+    def write_patches(
+        self, pixels: Pixels, tiles: slice, rows: slice, residual: torch.Tensor
+    ) -> None:
+        """Write the residual [tiles, rows, hidden] before the first layer, of these tiles' rows."""
+        tower, (num_tiles, num_rows, size) = self.spec.tower, residual.shape
         patch, side = tower.patch_size, pixels.shape[-1] // tower.patch_size
         skipped = int(tower.has_class_token)
         if skipped and rows.start == 0:
@@ -269,15 +287,16 @@ class VisionEncoder:
         # Rows of patches that contain these; a convolution leaves pixels behind the last patch out.
         first, end = max(0, rows.start - skipped), rows.stop - skipped
         lines = slice(first // side, -(-end // side))
-        area = pixels[:, :, lines.start * patch : lines.stop * patch, : side * patch]
-        cut = area.reshape(tiles, 3, -1, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
-        numbers = cut.reshape(tiles, -1, tower.patch_numbers)
+        height, width = slice(lines.start * patch, lines.stop * patch), slice(0, side * patch)
+        area = pixels[tiles, slice(0, 3), height, width]
+        cut = area.reshape(num_tiles, 3, -1, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
+        numbers = cut.reshape(num_tiles, -1, tower.patch_numbers)
         numbers = numbers[:, first - lines.start * side : end - lines.start * side]
         numbers = numbers.to(self.device, self.dtype)
         products = self._patches(numbers.reshape(-1, tower.patch_numbers))
         positions = self._positions[self.position_ids(side)[first:end] + skipped]
         target = residual[:, num_rows - (end - first) :]
-        torch.add(products.view(tiles, -1, size), positions, out=target)
+        torch.add(products.view(num_tiles, -1, size), positions, out=target)
         if self._first_norm is not None:
             residual.copy_(self._first_norm(residual.reshape(-1, size)).view(residual.shape))
 
@@ -303,11 +322,11 @@ class Encoding:
     num_embeds: rows of its output.
     """
 
-    def __init__(self, encoder: VisionEncoder, pixels: torch.Tensor, side: int) -> None:
+    def __init__(self, encoder: VisionEncoder, pixels: Pixels, side: int) -> None:
         spec, tower = encoder.spec, encoder.spec.tower
         self._encoder = encoder
         self._side = side
-        self._num_tiles, self._num_tokens = len(pixels), tower.num_tokens(side)
+        self._num_tiles, self._num_tokens = pixels.shape[0], tower.num_tokens(side)
         self._embeds_per_tile = spec.embeds_per_tile(side)
         self.num_embeds = self._num_tiles * self._embeds_per_tile
         size = tower.hidden_size
@@ -336,7 +355,7 @@ class Encoding:
         assert self._done == self._total, "the image is not encoded yet"
         return self._output
 
-    def _compute(self, pixels: torch.Tensor) -> Generator[int, None, None]:
+    def _compute(self, pixels: Pixels) -> Generator[int, None, None]:
         """Compute the units in their order; yield the FLOPs of each, about."""
         encoder, spec = self._encoder, self._encoder.spec
         size, dtype, device = spec.tower.hidden_size, encoder.dtype, encoder.device
@@ -348,7 +367,7 @@ class Encoding:
         self._output = output.flatten(0, 1)
         blocks = list(self._blocks(self._num_tokens, 1))
         for tiles, rows in blocks:
-            encoder.write_patches(pixels[tiles], rows, residual[tiles, rows])
+            encoder.write_patches(pixels, tiles, rows, residual[tiles, rows])
             yield self._patch_flops * _num_rows(tiles, rows)
         features: dict[int, torch.Tensor] = {}
         for number, layer in enumerate(encoder.layers):
