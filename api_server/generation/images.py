@@ -43,6 +43,10 @@ class ImageReader(Protocol):
         """Prepare for the first image."""
         ...
 
+    def forget_unused(self) -> None:
+        """Drop the pixels of images that no request uses."""
+        ...
+
     async def close(self) -> None:
         """Read no image any more; pixels stay for the requests that have them."""
         ...

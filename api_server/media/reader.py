@@ -165,6 +165,10 @@ class MediaReader:
         """Start the process for images now, so that the first one need not wait for it."""
         self._process.warm_up()
 
+    def forget_unused(self) -> None:
+        """Drop the pixels of images that no request uses."""
+        self._store.evict_unleased()
+
     async def close(self) -> None:
         """End the process; pixels go with the last request that uses them."""
         self._store.close()

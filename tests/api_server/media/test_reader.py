@@ -318,6 +318,17 @@ async def test_the_images_of_a_request_have_a_time_limit_together(
     assert case.files == set(), "no lease is left"
 
 
+async def test_pixels_without_a_lease_are_dropped_on_demand(case: Case, counted: list[str]) -> None:
+    (await case.load(1, uuid="cat")).lease.release()
+    used = await case.load(2)
+    case.reader.forget_unused()
+    assert case.files == {used.pixels.name}
+    with pytest.raises(InvalidRequestError, match="no image is kept"):
+        await case.load(None, uuid="cat")
+    await case.use([1, 2])
+    assert len(counted) == 3
+
+
 async def test_a_uuid_finds_the_image_of_its_tenant_and_salt(
     case: Case, counted: list[str]
 ) -> None:
