@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from proto.errors import ModelError
+from proto.errors import ModelError, OverloadedError
 from proto.messages.multimodal import SharedPixels
 
 logger = logging.getLogger("tokend.api")
@@ -153,8 +153,13 @@ class PixelStore:
             del self._by_uuid[image.uuids.popitem(last=False)[0]]
 
     def add_image(self, image: StoredImage) -> bool:
-        """Take over an image and its file, and evict others for it; False if there is no space."""
+        """Take over an image and its file, and evict others for it; False if there is no space.
+
+        Raises OverloadedError after `close`, since no request may lease it.
+        """
         assert image.mm_hash not in self._images, "the image is stored already"
+        if self._is_closed:
+            raise OverloadedError("images are no longer read for this model")
         if not self._has_space(image.num_bytes):
             return False
         self._images[image.mm_hash] = image

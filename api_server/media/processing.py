@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Final
+from typing import BinaryIO, Final
 
 from api_server.media.media_process import MAX_FRAME, MODULE, ImageDone, ImageTask
 from proto.codec import MessageDecoder, encode
@@ -143,7 +143,7 @@ class MediaProcess:
         task = ImageTask(len(encoded), name, detail, self._seconds + 1.0)
         try:
             async with asyncio.timeout(self._seconds):
-                await asyncio.to_thread(self._write, encoded)
+                await asyncio.to_thread(_write, os.fdopen(os.dup(self._file), "wb"), encoded)
                 loop = asyncio.get_running_loop()
                 await loop.sock_sendall(self._channel, encode(task))
                 done = await self._receive()
@@ -169,12 +169,6 @@ class MediaProcess:
         else:
             os.ftruncate(self._file, 0)
         return done
-
-    def _write(self, encoded: bytes) -> None:
-        """Write an encoded image; raises OSError if there is no memory."""
-        with open(self._file, "wb", closefd=False) as file:
-            file.seek(0)
-            file.write(encoded)
 
     async def _receive(self) -> ImageDone:
         """Return the next message; raises EOFError or OSError if the process has ended."""
@@ -210,6 +204,17 @@ class MediaProcess:
         process.kill()
         await asyncio.to_thread(process.wait)
         return status
+
+
+def _write(file: BinaryIO, encoded: bytes) -> None:
+    """Write an encoded image and close the file; raises OSError if there is no memory.
+
+    A thread may go on to write after a timeout, so it needs a descriptor of its own: a number that
+    is closed meanwhile may be that of another file.
+    """
+    with file:
+        file.seek(0)
+        file.write(encoded)
 
 
 def _environment() -> dict[str, str]:

@@ -372,9 +372,14 @@ class MediaReader:
         Raises InvalidRequestError if there can never be enough for all images of the request.
         """
         limit, needed = self._store.max_bytes, own_bytes + image.num_bytes
-        if needed <= limit and self._store.add_image(image):
+        is_added = False
+        try:
+            is_added = needed <= limit and self._store.add_image(image)
+        finally:
+            if not is_added:
+                self._store.remove_file(image.pixels.name)
+        if is_added:
             return True
-        self._store.remove_file(image.pixels.name)
         if needed > limit:
             raise InvalidRequestError(
                 f"the pixels of the images up to this one take {needed} bytes, more than the limit "

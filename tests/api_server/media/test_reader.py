@@ -449,6 +449,22 @@ async def test_a_closed_reader_frees_images_as_their_requests_end(
         assert case.files == set()
 
 
+async def test_an_image_that_is_ready_when_its_reader_is_closed_leaves_no_file(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = MediaProcess.process
+
+    async def close_after(self: MediaProcess, encoded: bytes, name: str, detail: str):
+        done = await process(self, encoded, name, detail)
+        case.reader._store.close()
+        return done
+
+    monkeypatch.setattr(MediaProcess, "process", close_after)
+    with pytest.raises(OverloadedError, match="no longer read"):
+        await case.load(1)
+    assert case.files == set()
+
+
 async def test_a_folder_of_another_user_is_refused(
     model: PreparedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
