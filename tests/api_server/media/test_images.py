@@ -20,7 +20,7 @@ import psutil
 import pytest
 from PIL import Image, ImageOps
 
-from api_server.media import processing
+from api_server import task_process
 from api_server.media.image_processors import webp_pixels
 from api_server.media.media_process import MAX_FRAME, MODULE, ImageTask
 from api_server.media.reader import LoadedImage, MediaReader
@@ -352,16 +352,16 @@ def sizes_of_memory_files() -> list[int]:
 async def test_a_write_that_goes_on_after_its_timeout_reaches_no_other_file(
     hasty: MediaReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, ended, write = threading.Event(), threading.Event(), processing._write
+    goes_on, ended, write = threading.Event(), threading.Event(), task_process._write
 
-    def write_late(file: BinaryIO, encoded: bytes) -> None:
+    def write_late(file: BinaryIO, content: bytes) -> None:
         goes_on.wait()
-        write(file, encoded)
+        write(file, content)
         ended.set()
 
     await read_one(hasty, encode_image(random_image(1, 9, 9)))
     with monkeypatch.context() as patch:
-        patch.setattr(processing, "_write", write_late)
+        patch.setattr(task_process, "_write", write_late)
         error = await failure(hasty, encode_image(random_image(2, 9, 9)))
         assert "longer than 2 s" in error.message
     while not media_processes():
