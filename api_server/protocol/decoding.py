@@ -3,13 +3,17 @@
     [{"a": "b, \\"c\\""}, []]  ─▶  [{"":""},[]]  ─▶  1 comma, 3 containers, 4 quotes, 1 key
 
 Objects take up to a hundred times the bytes of their JSON. So brackets, commas and quotation marks
-outside of strings are counted before anything is decoded.
+outside of strings are counted before anything is decoded. Images in data URIs are most of a body
+that has some, and nothing in them counts: they are cut out before, and put back after.
 """
 
 import json
 import math
+import secrets
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from api_server.protocol.fields import MAX_DEPTH, is_nested_deeper, path_text
 from api_server.turns import INLINE_BYTES
@@ -27,6 +31,10 @@ MAX_PYTHON_JSON: Final = 4 << 20
 an emoji. msgspec's takes half, and does not notice a key that appears twice."""
 _Path = tuple[()] | tuple["_Path", str | int]
 """A key, after the path of the container that has it."""
+_URI: Final = b'"data:'
+_LONG_URI: Final = 1 << 14
+_SPACE: Final = 64
+"""Characters after a data URI among which a comma or bracket is looked for."""
 _SCANNED_BYTES: Final = 1 << 18
 _UNCOUNTED: Final = bytes(set(range(256)) - set(b',[{":'))
 
@@ -54,6 +62,7 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
 
     Its numbers are finite, and have few enough digits for arithmetic and for messages.
     """
+    uris = _cut_data_uris(body)
     counts = _Counts()
     is_large = len(body) > MAX_PYTHON_JSON
     if is_large or (len(body) > INLINE_BYTES and _at_most(body).too_many):
@@ -104,11 +113,66 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
             f"{MAX_DIGITS} digits",
             shown(path[0]) if path else None,
         )
+    if uris:
+        _put_back(uris, fields)
     if may_be_deep and is_nested_deeper(fields):
         raise InvalidRequestError.fixed(f"the {what} is nested more than {MAX_DEPTH} deep")
     if is_large and _num_keys(fields) != counts.keys:
         raise InvalidRequestError.fixed(f"a key appears more than once in an object of the {what}")
     return fields
+
+
+def _cut_data_uris(body: bytearray) -> dict[str, str]:
+    """Replace long data URIs in JSON by short texts, and return them by these.
+
+        {"url": "data:image/png;base64,iVBO…"}  ─▶  {"url": "data:f81c…,0"}
+
+    A quotation mark without a backslash before it begins a string, or what follows makes the JSON
+    invalid. The string is its text if that is printable ASCII without a backslash. One that is the
+    name of a member is not cut.
+    """
+    uris: dict[str, str] = {}
+    nonce = secrets.token_hex(16)
+    pieces: list[bytes | bytearray] = []
+    done = 0
+    start = body.find(_URI)
+    while start >= 0 and (end := body.find(b'"', start + 1)) >= 0:
+        if (
+            end - start > _LONG_URI
+            and body[start - 1 : start] != b"\\"
+            and body[end + 1 : end + _SPACE].lstrip().startswith((b",", b"}", b"]"))
+            and _is_plain(body, start + 1, end)
+        ):
+            name = f"data:{nonce},{len(uris)}"
+            with memoryview(body) as view:  # a slice would be one more copy
+                uris[name] = str(view[start + 1 : end], "ascii")
+            pieces += [body[done : start + 1], name.encode()]
+            done = end
+        start = body.find(_URI, end)
+    if uris:
+        body[:] = b"".join([*pieces, body[done:]])
+    return uris
+
+
+def _is_plain(body: bytearray, start: int, end: int) -> bool:
+    """Return whether a part of a body is printable ASCII without a backslash."""
+    characters = np.frombuffer(body, np.uint8, end - start, start)
+    is_ascii = characters.min() >= 0x20 and characters.max() < 0x7F
+    return bool(is_ascii) and body.find(b"\\", start, end) < 0
+
+
+def _put_back(uris: dict[str, str], fields: Any) -> None:
+    """Put data URIs into decoded JSON in place of the texts that stand for them."""
+    containers = [fields]
+    while containers:
+        container = containers.pop()
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
+            if isinstance(value, str):
+                if value in uris:
+                    container[key] = uris[value]
+            elif isinstance(value, dict | list):
+                containers.append(value)
 
 
 def num_values(text: str, enough: int) -> int:

@@ -14,12 +14,20 @@ from starlette.requests import ClientDisconnect
 from api_server.media.pixel_store import MAX_UUIDS
 from api_server.media.processing import MediaProcess, NoSpaceError
 from api_server.media.reader import ImageSource, LoadedImage, MediaReader
+from api_server.media.sources import ImageSources
 from api_server.turns import CLIENT, Client, Turns
 from proto.errors import InvalidRequestError, ModelError, OverloadedError, TimeLimitError
 from proto.messages.multimodal import MM_HASH_BYTES
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.run_directory import pixels_folder
-from tests.fakes.media import encode_image, open_reader, read_pixels, source, vision_folder
+from tests.fakes.media import (
+    data_uri,
+    encode_image,
+    open_reader,
+    read_pixels,
+    source,
+    vision_folder,
+)
 from tests.fakes.tiny_vision import random_image
 
 SIZE = 4 * 3 * 24 * 24
@@ -96,6 +104,38 @@ async def test_the_same_image_again_is_not_processed(case: Case, counted: list[s
     assert [first.pixels.name, other.pixels.name] == counted
     assert case.files == set(counted)
     assert case.reader.num_bytes == 2 * SIZE
+
+
+async def test_the_same_data_uri_again_is_not_decoded(
+    case: Case, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except for another tenant or salt, and when its image is no longer kept."""
+    num_decoded, read = 0, ImageSources.read
+
+    async def count(self: ImageSources, url: str) -> bytes:
+        nonlocal num_decoded
+        num_decoded += 1
+        return await read(self, url)
+
+    monkeypatch.setattr(ImageSources, "read", count)
+    monkeypatch.setattr("api_server.media.reader.INLINE_CHARACTERS", 64)
+    first = await case.load(1)
+    again = await case.load(1, uuid="cat")
+    assert (again.mm_hash, again.pixels) == (first.mm_hash, first.pixels)
+    named = await case.load(None, uuid="cat")
+    assert named.mm_hash == first.mm_hash
+    assert num_decoded == len(counted) == 1
+    (other,) = await case.read(source(data_uri(image_bytes(1), "image/webp")))
+    assert (other.mm_hash, num_decoded, len(counted)) == (first.mm_hash, 2, 1), "the same bytes"
+    for image in (first, again, named, other):
+        image.lease.release()
+    for tenant, salt in [(1, None), (0, "a")]:
+        (await case.load(1, tenant=tenant, salt=salt)).lease.release()
+    assert (num_decoded, len(counted)) == (4, 3)
+    await case.use([2, 3, 4])
+    assert len(case.reader._store._by_uri) == 3, "those of kept images"
+    await case.use([1])
+    assert (num_decoded, len(counted)) == (8, 7)
 
 
 async def test_tenants_and_salts_share_no_image(case: Case, counted: list[str]) -> None:
