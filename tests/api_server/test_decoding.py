@@ -63,11 +63,14 @@ URI = "data:image/png;base64," + "iVBO" * 5_000
         json.dumps({URI: [1], "a": {URI: URI}}),
         json.dumps([URI + '"', URI + "\\", "\\" + URI, f'{{"a": "{URI}"}}', URI + "ü", "é" + URI]),
         json.dumps(URI) + "\n",
+        json.dumps([{"type": "base64", "data": URI[22:]}, {"data": [URI]}, {"data": {}, URI: 1}]),
+        f'{{"data"\n:\t"{URI[9:]}","a":"data"}}',
+        json.dumps(['{"data": "' + URI[22:], {"data": URI + "é"}, "data", URI + "data"]),
         f'[ "{URI}" \n , "{URI}"\t]',
         f'{{"a" : "{URI}"{" " * 99}}}',
     ],
 )
-def test_data_uris_are_decoded_as_other_strings(text):
+def test_images_are_decoded_as_other_strings(text):
     assert decode_json(bytearray(text.encode())) == json.loads(text)
     assert decode_json(bytearray(json.dumps(json.loads(text)).encode())) == json.loads(text)
 
@@ -76,21 +79,23 @@ def test_data_uris_are_decoded_as_other_strings(text):
     "text",
     [
         *(f'["{URI}"', f'["{URI}', f'["a"{URI}", 1]', f'[""data:{URI}"]', f'["{URI}\n"]'),
+        *(f'{{"data" "{URI}"}}', f'{{"data": "{URI}}}', f'["data": "{URI}"]'),
         *(f'["{URI}\\x"]', f'["{URI}\x01"]', f'["{URI}",]', f'{{"{URI}"}}', f'{{"a": 1, "{URI}"}}'),
     ],
 )
-def test_invalid_json_with_data_uris_is_refused(text):
+def test_invalid_json_with_images_is_refused(text):
     with pytest.raises(InvalidRequestError, match="not valid JSON"):
         decode_json(bytearray(text.encode()))
 
 
-def test_data_uris_cost_no_limit():
+@pytest.mark.parametrize("start", ["data:image/png;base64,", ""])
+def test_images_cost_no_limit(start):
     """Beside an image a body is small: its numbers are named, and its members are compared."""
-    uri = "data:image/png;base64," + "iVBO" * (2 << 20)
+    uri = start + "iVBO" * (2 << 20)
     with pytest.raises(InvalidRequestError, match=r"^b must be a finite number"):
-        decode_json(bytearray(f'{{"a": "{uri}", "b": NaN}}'.encode()))
+        decode_json(bytearray(f'{{"data": "{uri}", "b": NaN}}'.encode()))
     with pytest.raises(InvalidRequestError, match="more than once"):
-        decode_json(bytearray(f'{{"a": "{uri}", "a": "{uri}"}}'.encode()))
+        decode_json(bytearray(f'{{"data": "{uri}", "data": "{uri}"}}'.encode()))
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1 << 18])
