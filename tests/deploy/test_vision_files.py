@@ -246,10 +246,6 @@ def _without_images(folder: Path) -> None:
     (folder / "processor_config.json").unlink()
 
 
-def _with_token_of_no_embedding(folder: Path) -> None:
-    edit(folder / "config.json", lambda config: config.update(image_token_index=122))
-
-
 def _with_another_tower(folder: Path) -> None:
     tower = {"model_type": "pixtral", "hidden_size": 48}
     edit(folder / "config.json", lambda config: config.update(vision_config=tower))
@@ -261,9 +257,20 @@ def _without_tensors(folder: Path) -> None:
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.parametrize("token", [122, -200])
+def test_a_token_of_images_without_an_embedding_is_named(token: int, tmp_path: Path) -> None:
+    """The model is served for text."""
+    save_vision_model("llava", tmp_path)
+    edit(tmp_path / "config.json", lambda config: config.update(image_token_index=token))
+    contents = read(tmp_path)
+    assert contents.vision is None
+    (part,) = contents.unloaded_parts
+    assert part == f"vision (image_token_index {token} is not in the vocabulary of 122)"
+
+
 @pytest.mark.parametrize(
     "change",
-    [_without_images, _with_token_of_no_embedding, _with_another_tower, _without_tensors],
+    [_without_images, _with_another_tower, _without_tensors],
 )
 def test_folders_that_load_as_a_language_model(
     change: Callable[[Path], None], tmp_path: Path
