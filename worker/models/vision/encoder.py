@@ -16,10 +16,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
+from worker.layers.tower_attention import TileHeads, TowerAttention
 from worker.models.layer_device import LayerDevice
 from worker.models.vision.spec import (
     PROJECTOR,
@@ -93,6 +93,12 @@ def unit_rows(device: LayerDevice) -> int:
     return _UNIT_ROWS if device.has_results else _ALL_ROWS
 
 
+def tower_attention(spec: VisionSpec, dtype: torch.dtype, device: LayerDevice) -> TowerAttention:
+    """Return the attention of a vision part's layers on a device."""
+    tower = spec.tower
+    return device.tower_attention(tower.num_heads, tower.hidden_size // tower.num_heads, dtype)
+
+
 def _activation(
     name: VisionActivation, device: LayerDevice
 ) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -111,7 +117,6 @@ class _Layer:
     def __init__(self, spec: TowerSpec, number: int, weights: VisionWeights) -> None:
         prefix = f"{TOWER}encoder.layers.{number}."
         attention = f"{prefix}self_attn."
-        self._heads, self._head_dim = spec.num_heads, spec.hidden_size // spec.num_heads
         self._norm1 = weights.layer_norm(f"{prefix}layer_norm1", spec.norm_eps)
         self._norm2 = weights.layer_norm(f"{prefix}layer_norm2", spec.norm_eps)
         self._qkv = weights.linear(*(f"{attention}{name}_proj" for name in "qkv"))
@@ -119,22 +124,17 @@ class _Layer:
         self._fc1, self._fc2 = (weights.linear(f"{prefix}mlp.{name}") for name in ("fc1", "fc2"))
         self._activation = _activation(spec.activation, weights.device)
 
-    def compute_keys(self, residual: torch.Tensor, qkv: torch.Tensor) -> None:
-        """Write queries, keys and values [tiles, rows, 3 * hidden] of these rows."""
-        own = residual.view(-1, residual.shape[-1])
-        self._qkv.into(self._norm1(own), qkv.view(-1, qkv.shape[-1]))
+    def compute_keys(
+        self, residual: torch.Tensor, heads: TileHeads, tiles: slice, rows: slice
+    ) -> None:
+        """Give `heads` the queries, keys and values of these rows [tiles, rows, hidden]."""
+        own = residual[tiles, rows].flatten(0, 1)
+        heads.write(tiles, rows, self._qkv(self._norm1(own)))
 
-    def mix(self, residual: torch.Tensor, rows: slice, qkv: torch.Tensor) -> None:
-        """Add attention and MLP to these rows of the residual [tiles, rows, hidden].
-
-        qkv: of whole tiles.
-        """
-        tiles, tokens, _ = qkv.shape
-        heads = qkv.view(tiles, tokens, 3, self._heads, self._head_dim).permute(2, 0, 3, 1, 4)
-        query, key, value = heads.unbind()
-        mixed = F.scaled_dot_product_attention(query[:, :, rows], key, value)
-        own = residual.view(-1, residual.shape[-1])
-        own.copy_(self._out.add_to(own, mixed.transpose(1, 2).reshape(own.shape)))
+    def mix(self, residual: torch.Tensor, heads: TileHeads, tiles: slice, rows: slice) -> None:
+        """Add attention and MLP to these rows; `heads` has all rows of their tiles."""
+        own = residual[tiles, rows].view(-1, residual.shape[-1])
+        own.copy_(self._out.add_to(own, heads.attend(tiles, rows)))
         inner = self._activation(self._fc1(self._norm2(own)))
         own.copy_(self._fc2.add_to(own, inner))
 
@@ -242,6 +242,7 @@ class VisionEncoder:
             token = weights.tensor(f"{TOWER}embeddings.class_embedding")
             self._class_token = token + self._positions[0]
             self._first_norm = weights.layer_norm(f"{TOWER}pre_layrnorm", tower.norm_eps)
+        self.attention = tower_attention(spec, weights.dtype, device)
         self.layers = [_Layer(tower, each, weights) for each in range(spec.num_layers)]
         self.projector = _PROJECTIONS[type(spec.projector)](spec, weights)
 
@@ -361,7 +362,7 @@ class Encoding:
         size, dtype, device = spec.tower.hidden_size, encoder.dtype, encoder.device
         shape = self._num_tiles, self._num_tokens
         residual = torch.empty(*shape, size, dtype=dtype, device=device)
-        qkv = torch.empty(*shape, 3 * size, dtype=dtype, device=device)
+        heads = encoder.attention.tiles(*shape, dtype, device)
         output_shape = self._num_tiles, self._embeds_per_tile, spec.output_size
         output = torch.empty(*output_shape, dtype=dtype, device=device)
         self._output = output.flatten(0, 1)
@@ -374,10 +375,10 @@ class Encoding:
             if number in spec.feature_layers:
                 features[number] = residual.clone()
             for tiles, rows in blocks:
-                layer.compute_keys(residual[tiles, rows], qkv[tiles, rows])
+                layer.compute_keys(residual, heads, tiles, rows)
                 yield self._key_flops * _num_rows(tiles, rows)
             for tiles, rows in blocks:
-                layer.mix(residual[tiles, rows], rows, qkv[tiles])
+                layer.mix(residual, heads, tiles, rows)
                 yield self._mixing_flops * _num_rows(tiles, rows)
         features[spec.num_layers] = residual
         projector = encoder.projector

@@ -224,14 +224,14 @@ class VisionSpec:
         """Return the bytes of the weights. itemsize: bytes of a number."""
         return itemsize * sum(math.prod(shape) for shape in self.weights().values())
 
-    def activation_bytes(self, itemsize: int) -> int:
+    def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
         """Return the bytes that encoding the largest image keeps between slices, but its output.
 
-        Residual, queries, keys and values of all tokens, and residuals of other layers that the
-        projector reads.
+        Residuals that the projector reads, and what attention keeps of all tokens.
+        attention_numbers: of each token.
         """
-        vectors = 3 + len({*self.feature_layers})
-        return itemsize * vectors * self.most_tokens * self.tower.hidden_size
+        numbers = len({*self.feature_layers}) * self.tower.hidden_size + attention_numbers
+        return itemsize * self.most_tokens * numbers
 
     def unit_bytes(self, itemsize: int, num_rows: int) -> int:
         """Return the bytes of the results of the products of this many tokens, at most."""
