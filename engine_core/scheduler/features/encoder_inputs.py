@@ -61,6 +61,14 @@ class _Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class _PlannedSlice:
+    """Encoder work of the step that is planned, and a request that needs it."""
+
+    piece: EncoderSlice
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedShare:
     """Encoder work that was done for a tenant: rows of output, and the seconds they took."""
 
@@ -113,7 +121,7 @@ class EncoderInputs(SchedulerFeature):
         self._max_lacking = chunks.max_running(max_num_seqs, self.num_whole_tokens) // 2
         self._rule = EncoderBudget(limits.max_input_tokens)
         self._budget = 0.0  # rows that are left of the step
-        self._slices: list[EncoderSlice] = []  # of the step that is planned
+        self._slices: list[_PlannedSlice] = []  # of the step that is planned
         self._parked: dict[int, _Wait] = {}  # by seq_id
         self._runs: dict[int, list[tuple[int, int]]] = {}  # of images, by request id
         self._causes: dict[int, list[Request]] = {}  # of the slices of steps in flight, by step
@@ -150,7 +158,7 @@ class EncoderInputs(SchedulerFeature):
             self._advance(cache.partial)
         if self._parked and cache.partial is None:
             self._serve_passed()
-        num_rows = sum(piece.end - piece.start for piece in self._slices)
+        num_rows = sum(planned.piece.end - planned.piece.start for planned in self._slices)
         if holds_any and cache.partial is None:
             num_rows += min(self._budget, self.limits.vision.max_embeds)
         return self._rule.seconds(num_rows)
@@ -240,15 +248,16 @@ class EncoderInputs(SchedulerFeature):
 
     def end_planning(self, plan: StepPlan, step: int) -> None:
         """Put the encoder work into a plan. step: its number."""
-        plan.encoder_slices, self._slices = self._slices, []
+        planned, self._slices = self._slices, []
+        plan.encoder_slices = [each.piece for each in planned]
         plan.free_mm_hashes = self.cache.pop_freed()
+        if planned:
+            self._causes[step] = [each.request for each in planned]
         for piece in plan.encoder_slices:
             output = self._output_of(piece)
             assert output is not None, "nothing is encoded for no request"
             if not output.first_step:
                 output.first_step = step
-            causing = output.users.get(piece.seq_id) or next(iter(output.users.values()))
-            self._causes.setdefault(step, []).append(causing)
 
     def end_step(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[FailedImage]:
         """Process the encoder work of a step; return the images without output of requests.
@@ -436,13 +445,16 @@ class EncoderInputs(SchedulerFeature):
         start, feature = output.num_done, output.feature
         end = min(float(feature.num_embeds), start + int(self._budget * PARTS) / PARTS)
         self._budget -= end - start
-        self._slices.append(EncoderSlice(output.seq_id, output.index, start, end, feature))
+        piece = EncoderSlice(output.seq_id, output.index, start, end, feature)
+        request = output.users.get(output.seq_id) or next(iter(output.users.values()))
+        self._slices.append(_PlannedSlice(piece, request))
         self.cache.advance(output, end)
 
     def _release(self, seq_id: int, output: EncoderOutput) -> None:
         """End a claim; after the last one, what only this plan encodes returns to the budget."""
         if len(output.users) == 1 and not (output.is_complete and output.first_step):
-            for place, piece in enumerate(self._slices):
+            for place, planned in enumerate(self._slices):
+                piece = planned.piece
                 if piece.feature is output.feature:
                     del self._slices[place]
                     self._budget += piece.end - piece.start
