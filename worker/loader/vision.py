@@ -84,7 +84,7 @@ class _FileWeights(VisionWeights):
     ) -> None:
         index = read_vision_index(prepared)
         self._files, self._entries = TensorFiles(index), entries_by_name(index)
-        self._is_gguf = index.format == "gguf"
+        self.format = index.format
         self._shapes = spec.weights()
         self.dtype, self.device = dtype, device
         for name, shape in self._shapes.items():
@@ -123,10 +123,13 @@ class _FileWeights(VisionWeights):
         weight, bias = self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias")
         return self.device.norm(NormWeight(weight, eps, True, bias))
 
+    def rms_norm(self, name: str, eps: float) -> Norm:
+        return self.device.norm(NormWeight(self.tensor(f"{name}.weight"), eps))
+
     def centred_rms_norm(self, name: str, eps: float) -> Norm:
         # a GGUF file stores the sum
         weight = self.tensor(f"{name}.weight", torch.float32)
-        return self.device.norm(NormWeight(weight if self._is_gguf else weight + 1.0, eps))
+        return self.device.norm(NormWeight(weight if self.format == "gguf" else weight + 1.0, eps))
 
     def release(self) -> None:
         """Give back the pages of the files."""
