@@ -18,9 +18,11 @@ from typing import Final, Protocol
 import torch
 import torch.nn.functional as F
 
+from worker.attention.backend import Rotation
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
 from worker.models.layer_device import LayerDevice
+from worker.models.rotary import rotate
 from worker.models.vision.spec import (
     PROJECTOR,
     TOWER,
@@ -49,12 +51,10 @@ class VisionWeights(Protocol):
     The loader implements it for files (worker/loader/vision.py).
 
     device: makes what computes the part besides its weights. dtype: of weights and activations.
-    format: of the files.
     """
 
     device: LayerDevice
     dtype: torch.dtype
-    format: str
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read a tensor."""
@@ -105,41 +105,28 @@ def _tower_norm(spec: TowerSpec, name: str, weights: VisionWeights) -> Norm:
 
 
 class _Rotary:
-    """Turns queries and keys by the positions of their patches.
+    """Turns queries and keys by the rows and columns of their patches."""
 
-    head_dim: numbers of a head. is_adjacent: whether the numbers of a pair are adjacent, else they
-    are half a head apart.
-    """
-
-    def __init__(self, rope: TowerRope, head_dim: int, is_adjacent: bool) -> None:
-        self._head_dim, self._is_adjacent = head_dim, is_adjacent
+    def __init__(self, rope: TowerRope, head_dim: int) -> None:
+        self._head_dim = head_dim
         steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies = 1.0 / rope.theta**steps
         self._of_rows = frequencies[0::2]
         self._of_columns = frequencies[1::2] if rope.alternates else self._of_rows
 
-    def angles(self, grid: TileGrid) -> torch.Tensor:
-        """Return cosines and sines [2, patches, pairs of a head] for the patches of a tile."""
+    def rotation(self, grid: TileGrid) -> Rotation:
+        """Return the rotation of each patch of a tile."""
         rows, columns = (torch.arange(count, dtype=torch.float32)[:, None] for count in grid)
         by_row = (rows * self._of_rows)[:, None].expand(-1, grid[1], -1)
         by_column = (columns * self._of_columns)[None].expand(grid[0], -1, -1)
         angles = torch.cat([by_row, by_column], dim=-1).flatten(0, 1)
-        return torch.stack([angles.cos(), angles.sin()])
+        return torch.stack([angles.cos(), angles.sin()], dim=1)
 
-    def turn(self, qkv: torch.Tensor, angles: torch.Tensor) -> None:
-        """Turn queries and keys of these rows in qkv [tiles, rows, 3 * hidden].
-
-        angles: of these rows.
-        """
-        tiles, rows, width = qkv.shape
-        turned = qkv[..., : 2 * width // 3].view(tiles, rows, -1, self._head_dim)
-        halves = (-1, 2) if self._is_adjacent else (2, -1)
-        first, second = turned.unflatten(-1, halves).unbind(-1 if self._is_adjacent else -2)
-        cosines, sines = angles[:, :, None]
-        x, y = first.float(), second.float()
-        low, high = x * cosines - y * sines, y * cosines + x * sines
-        first.copy_(low)
-        second.copy_(high)
+    def turn(self, qkv: torch.Tensor, rotation: Rotation) -> None:
+        """Turn queries and keys in qkv [tiles, rows, 3 * hidden]. rotation: of these rows."""
+        for tile in qkv:
+            heads = tile[:, : 2 * tile.shape[1] // 3].unflatten(1, (-1, self._head_dim))
+            heads.copy_(rotate(heads, rotation))
 
 
 class _Layer:
@@ -309,8 +296,7 @@ class VisionEncoder:
         if tower.rope is None:
             self._positions = weights.tensor(f"{TOWER}embeddings.position_embedding.weight")
         else:
-            is_adjacent = weights.format in tower.rope.adjacent_in
-            self.rotary = _Rotary(tower.rope, tower.head_dim, is_adjacent)
+            self.rotary = _Rotary(tower.rope, tower.head_dim)
         self._class_token: torch.Tensor | None = None
         if tower.has_class_token:
             assert self._positions is not None
@@ -442,14 +428,14 @@ class Encoding:
             encoder.write_patches(pixels[tiles], rows, residual[tiles, rows])
             yield self._patch_flops * _num_rows(tiles, rows)
         rotary, features = encoder.rotary, dict[int, torch.Tensor]()
-        angles = None if rotary is None else rotary.angles(self._grid).to(device)
+        rotation = None if rotary is None else rotary.rotation(self._grid).to(device)
         for number, layer in enumerate(encoder.layers):
             if number in spec.feature_layers:
                 features[number] = residual.clone()
             for tiles, rows in blocks:
                 layer.compute_keys(residual[tiles, rows], qkv[tiles, rows])
-                if rotary is not None and angles is not None:
-                    rotary.turn(qkv[tiles, rows], angles[:, rows])
+                if rotary is not None and rotation is not None:
+                    rotary.turn(qkv[tiles, rows], rotation[rows])
                 yield self._key_flops * _num_rows(tiles, rows)
             for tiles, rows in blocks:
                 layer.mix(residual[tiles, rows], rows, qkv[tiles])

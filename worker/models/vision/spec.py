@@ -50,13 +50,13 @@ class TowerRope:
     theta: base of the frequencies.
     alternates: whether rows and columns have the frequencies of a head in turn, beginning with the
         rows; else both have those that rows have then.
-    adjacent_in: formats of files in which the numbers of a pair are adjacent; in others they are
-        half a head apart.
+    interleaved_in: kinds of files in which the numbers of a pair are adjacent, as
+        `HeadRows.rope_interleaved_in`.
     """
 
     theta: float
     alternates: bool = False
-    adjacent_in: tuple[str, ...] = ()
+    interleaved_in: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
