@@ -68,7 +68,7 @@ def read_vision(
         return None  # no token can stand for an image
     inner = processor.get("image_processor")
     images = inner if isinstance(inner, Mapping) else images
-    tensors = tuple(_renamed(entries))
+    tensors = tuple(_renamed(entries, family.tensor_names))
     if not tensors or not images:
         return None
     settings = {key: outer[key] for key in family.settings if outer.get(key) is not None}
@@ -103,9 +103,16 @@ def vision_contents(
     return VisionContents(facts, added, tensors, written)
 
 
-def _renamed(entries: Iterable[TensorEntry]) -> Iterable[TensorEntry]:
-    """Yield the tensors of the vision part."""
+def _renamed(
+    entries: Iterable[TensorEntry], tensor_names: Mapping[str, str]
+) -> Iterable[TensorEntry]:
+    """Yield the tensors of the vision part. tensor_names: as in VisionFamily."""
     for entry in entries:
         for pattern, prefix in _PARTS:
             if match := pattern.match(entry.name):
-                yield msgspec.structs.replace(entry, name=prefix + entry.name[match.end() :])
+                name = entry.name[match.end() :]
+                for old, new in tensor_names.items() if prefix == TOWER else ():
+                    if found := re.match(old, name):
+                        name = found.expand(new) + name[found.end() :]
+                        break
+                yield msgspec.structs.replace(entry, name=prefix + name)

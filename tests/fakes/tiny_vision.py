@@ -5,8 +5,10 @@ transformers' own classes write and read them. A folder has `processor_config.js
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -88,6 +91,8 @@ _SQUARE: Final = {"height": 24, "width": 24}
 class VisionModel:
     """A tiny model that reads images.
 
+    Its image processor gives images of Pixtral's tower their own proportions, others are square.
+
     architecture: transformers' class. text, vision, outside: settings of the language model, of the
     tower, and beside both. image_processor: how images become pixels. processor: transformers'
     class that joins images and text; settings: its own. embeds: rows of encoder output of one tile.
@@ -138,6 +143,25 @@ def _tiled(name: str, image_processor: type) -> VisionModel:
     )
 
 
+def _pixtral(architecture: str, embeds: int, **outside: Any) -> VisionModel:
+    return VisionModel(
+        f"{architecture}ForConditionalGeneration",
+        _LLAMA | {"model_type": "mistral" if architecture == "Mistral3" else "llama"},
+        _TOWER | {"model_type": "pixtral", "hidden_act": "silu"},
+        {"image_token_index": IMAGE_ID, "tie_word_embeddings": False, **outside},
+        PixtralImageProcessorPil(size={"longest_edge": 24}, patch_size={"height": 4, "width": 4}),
+        "PixtralProcessor",
+        embeds,
+        {
+            "patch_size": 4,
+            "spatial_merge_size": outside.get("spatial_merge_size", 1),
+            "image_token": IMAGE,
+            "image_break_token": "<fake_token_around_image>",
+            "image_end_token": "<end_of_image>",
+        },
+    )
+
+
 VISION_MODELS: Final[dict[str, VisionModel]] = {
     "llava": _llava(
         "clip_vision_model",
@@ -170,6 +194,10 @@ VISION_MODELS: Final[dict[str, VisionModel]] = {
         {"image_seq_length": 9},
         GEMMA_PLACEHOLDER,
     ),
+    "pixtral": _pixtral(
+        "Llava", 36, vision_feature_select_strategy="full", vision_feature_layer=-1
+    ),
+    "mistral3": _pixtral("Mistral3", 9, spatial_merge_size=2),
 }
 """By a name for tests. Images of the tiled ones have at most 2 x 2 tiles and the whole image."""
 
@@ -280,12 +308,26 @@ def vision_processor(name: str) -> Any:
     """Return transformers' processor of a model."""
     described = VISION_MODELS[name]
     tokenizer = vision_tokenizer(described.placeholder)
-    return getattr(transformers, described.processor)(
+    return _processor_class(described.processor)(
         image_processor=described.image_processor,
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
         **described.settings,
     )
+
+
+def _processor_class(name: str) -> Any:
+    """Return a class of transformers. Pixtral's needs torchvision for one function, which is also
+    beside its image processor for Pillow.
+    """
+    if name != "PixtralProcessor":
+        return getattr(transformers, name)
+    folder = "transformers.models.pixtral"
+    sys.modules.setdefault(
+        f"{folder}.image_processing_pixtral",
+        import_module(f"{folder}.image_processing_pil_pixtral"),
+    )
+    return import_module(f"{folder}.processing_pixtral").PixtralProcessor
 
 
 def reference_inputs(
