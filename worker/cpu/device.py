@@ -28,6 +28,7 @@ from worker.cpu.recurrence import KERNEL_RECURRENCES
 from worker.cpu.sampling import KernelBackend
 from worker.cpu.stack import KernelStack, is_describable
 from worker.cpu.thread_team import TeamModelRunner, ThreadTeam, thread_team
+from worker.cpu.tower_attention import CpuTowerAttention
 from worker.cpu.weights import block_table
 from worker.host.device import HostDevice
 from worker.host.memory_nodes import memory_placement
@@ -38,6 +39,7 @@ from worker.layers.experts import AdaptedExperts, LinearExperts
 from worker.layers.linear import DenseLinear, Linear
 from worker.layers.norm import Norm, NormWeight
 from worker.layers.recurrence import Recurrence, RecurrenceShape
+from worker.layers.tower_attention import TowerAttention
 from worker.loader.files import read_index
 from worker.loader.formats import WeightFormat, activation_dtype
 from worker.models.layer_stack import DecoderLayer, LayerStack
@@ -150,6 +152,9 @@ class CpuDevice(HostDevice):
 
     def recurrence(self, shape: RecurrenceShape, weights: object) -> Recurrence:
         return KERNEL_RECURRENCES[type(shape)](self._kernels, shape, weights)
+
+    def tower_attention(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> TowerAttention:
+        return CpuTowerAttention(self._kernels, num_heads, head_dim, dtype)
 
     def layer_stacks(
         self, layers: Sequence[DecoderLayer], hidden_size: int

@@ -16,7 +16,7 @@ from worker.models.layer_device import LayerDevice
 from worker.models.parts import HeadRows
 from worker.models.registry import read_config
 from worker.models.vision import vision_spec
-from worker.models.vision.encoder import VisionEncoder, VisionWeights, unit_rows
+from worker.models.vision.encoder import VisionEncoder, VisionWeights, tower_attention, unit_rows
 from worker.models.vision.spec import VisionSpec
 
 IMAGES_FILE: Final = "preprocessor_config.json"
@@ -56,10 +56,12 @@ def vision_bytes(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevic
     Raises ModelError as `read_vision_spec` does.
     """
     spec, size = read_vision_spec(prepared), dtype.itemsize
+    attention = tower_attention(spec, dtype, device)
     return VisionBytes(
         spec.weight_bytes(size),
         spec.pixel_bytes,
-        spec.activation_bytes(size) + spec.unit_bytes(size, unit_rows(device)),
+        spec.activation_bytes(size, attention.numbers_per_token)
+        + spec.unit_bytes(size, unit_rows(device)),
         spec.output_bytes(size),
     )
 

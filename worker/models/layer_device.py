@@ -17,6 +17,7 @@ from worker.layers.experts import DenseExperts, ExpertRanks, Experts, StackedWei
 from worker.layers.linear import DenseLinear, HeadLinears, Linear
 from worker.layers.norm import Norm, NormWeight
 from worker.layers.recurrence import Recurrence, RecurrenceShape
+from worker.layers.tower_attention import TowerAttention
 from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
 from worker.models.moe import FusedMixture, Mixture
 
@@ -88,6 +89,10 @@ class LayerDevice(ABC):
 
         weights: as the kind has them.
         """
+
+    def tower_attention(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> TowerAttention:
+        """Return the fastest attention of a vision tower. dtype: of its activations."""
+        return TowerAttention(num_heads, head_dim)
 
     def layer_stacks(
         self, layers: Sequence[DecoderLayer], hidden_size: int

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -26,6 +27,7 @@ from tests.fakes.tiny_vision import (
     save_vision_model,
 )
 from worker.host.device import HostDevice
+from worker.layers.tower_attention import TileHeads
 from worker.loader.vision import load_vision, read_vision_spec, vision_bytes
 from worker.loader.weights import load_model
 from worker.models.vision import VISION_FAMILIES, vision_spec
@@ -114,7 +116,7 @@ def test_a_slice_is_a_part_of_the_work(tmp_path: Path) -> None:
     _, prepared = saved("gemma3", tmp_path)
     encoder = load_vision(prepared, torch.float32, CPU)
     encoder.unit_rows = 4
-    counts = []
+    counts: list[int] = []
 
     def count_rows(*shares: float) -> list[int]:
         counts.clear()
@@ -124,9 +126,16 @@ def test_a_slice_is_a_part_of_the_work(tmp_path: Path) -> None:
     for layer in encoder.layers:
         compute_keys = layer.compute_keys
 
-        def counted(residual: torch.Tensor, qkv: torch.Tensor, compute: Any = compute_keys) -> None:
-            counts.append(residual.shape[1])
-            compute(residual, qkv)
+        def counted(
+            residual: torch.Tensor,
+            heads: TileHeads,
+            tiles: slice,
+            rows: slice,
+            rotation: None,
+            compute: Any = compute_keys,
+        ) -> None:
+            counts.append(rows.stop - rows.start)
+            compute(residual, heads, tiles, rows, rotation)
 
         layer.compute_keys = counted  # type: ignore[method-assign]
     assert count_rows() == [4] * 9 * 3
@@ -517,3 +526,38 @@ def test_a_damaged_file_of_the_image_processor(tmp_path: Path) -> None:
 def test_the_list_of_families() -> None:
     assert {each.architecture for each in VISION_MODELS.values()} == set(VISION_FAMILIES)
     assert list(VISION_FAMILIES) == sorted(VISION_FAMILIES)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 3e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 80])
+def test_attention_of_a_tower(head_dim: int, dtype: torch.dtype, error: float) -> None:
+    """Against float64; each row has the same bits in any unit, of one tile or of several."""
+    num_tiles, num_tokens, num_heads = 3, 333, 4
+    shape = num_tiles, num_tokens, 3, num_heads, head_dim
+    qkv = torch.randn(shape, generator=torch.Generator().manual_seed(head_dim)).to(dtype)
+    query, key, value = qkv.double().permute(2, 0, 3, 1, 4).unbind()
+    expected = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    attention = CPU.tower_attention(num_heads, head_dim, dtype)
+    assert attention.numbers_per_token >= 3 * num_heads * head_dim
+    units = {
+        "whole": [(slice(0, 3), slice(0, num_tokens))],
+        "tiles": [(slice(0, 2), slice(0, num_tokens)), (slice(2, 3), slice(0, num_tokens))],
+        "rows": [
+            (slice(tile, tile + 1), slice(first, min(first + 50, num_tokens)))
+            for tile in range(num_tiles)
+            for first in range(0, num_tokens, 50)
+        ],
+    }
+    found = {}
+    for name, each in units.items():
+        heads = attention.tiles(num_tiles, num_tokens, dtype, torch.device("cpu"))
+        for tiles, rows in each:
+            heads.write(tiles, rows, qkv[tiles, rows].reshape(-1, 3 * num_heads * head_dim))
+        result = torch.empty(num_tiles, num_tokens, num_heads * head_dim, dtype=dtype)
+        for tiles, rows in each:
+            own = result[tiles, rows]
+            own.copy_(heads.attend(tiles, rows).view(own.shape))
+        found[name] = result
+    assert_equal_rows(found["whole"].double(), expected, error)
+    assert torch.equal(found["tiles"], found["whole"])
+    assert torch.equal(found["rows"], found["whole"])

@@ -16,11 +16,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from worker.attention.backend import Rotation
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
+from worker.layers.tower_attention import TileHeads, TowerAttention
 from worker.models.layer_device import LayerDevice
 from worker.models.rotary import rotate
 from worker.models.vision.spec import (
@@ -31,7 +31,6 @@ from worker.models.vision.spec import (
     PoolProjector,
     ShuffleProjector,
     TileGrid,
-    TowerRope,
     TowerSpec,
     VisionActivation,
     VisionSpec,
@@ -86,6 +85,12 @@ def unit_rows(device: LayerDevice) -> int:
     return _UNIT_ROWS if device.has_results else _ALL_ROWS
 
 
+def tower_attention(spec: VisionSpec, dtype: torch.dtype, device: LayerDevice) -> TowerAttention:
+    """Return the attention of a vision part's layers on a device."""
+    tower = spec.tower
+    return device.tower_attention(tower.num_heads, tower.head_dim, dtype)
+
+
 def _activation(
     name: VisionActivation, device: LayerDevice, is_gated: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -104,29 +109,18 @@ def _tower_norm(spec: TowerSpec, name: str, weights: VisionWeights) -> Norm:
     return read(TOWER + name, spec.norm_eps)
 
 
-class _Rotary:
-    """Turns queries and keys by the rows and columns of their patches."""
-
-    def __init__(self, rope: TowerRope, head_dim: int) -> None:
-        self._head_dim = head_dim
-        steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / rope.theta**steps
-        self._of_rows = frequencies[0::2]
-        self._of_columns = frequencies[1::2] if rope.alternates else self._of_rows
-
-    def rotation(self, grid: TileGrid) -> Rotation:
-        """Return the rotation of each patch of a tile."""
-        rows, columns = (torch.arange(count, dtype=torch.float32)[:, None] for count in grid)
-        by_row = (rows * self._of_rows)[:, None].expand(-1, grid[1], -1)
-        by_column = (columns * self._of_columns)[None].expand(grid[0], -1, -1)
-        angles = torch.cat([by_row, by_column], dim=-1).flatten(0, 1)
-        return torch.stack([angles.cos(), angles.sin()], dim=1)
-
-    def turn(self, qkv: torch.Tensor, rotation: Rotation) -> None:
-        """Turn queries and keys in qkv [tiles, rows, 3 * hidden]. rotation: of these rows."""
-        for tile in qkv:
-            heads = tile[:, : 2 * tile.shape[1] // 3].unflatten(1, (-1, self._head_dim))
-            heads.copy_(rotate(heads, rotation))
+def tower_rotation(tower: TowerSpec, grid: TileGrid) -> Rotation | None:
+    """Return the rotation of each patch of a tile; None without rotary positions."""
+    rope, head_dim = tower.rope, tower.head_dim
+    if rope is None:
+        return None
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    of_rows, of_columns = frequencies[0::2], frequencies[int(rope.alternates) :: 2]
+    rows, columns = (torch.arange(count, dtype=torch.float32)[:, None] for count in grid)
+    by_row = (rows * of_rows)[:, None].expand(-1, grid[1], -1)
+    by_column = (columns * of_columns)[None].expand(grid[0], -1, -1)
+    angles = torch.cat([by_row, by_column], dim=-1).flatten(0, 1)
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
 class _Layer:
@@ -135,7 +129,7 @@ class _Layer:
     def __init__(self, spec: TowerSpec, number: int, weights: VisionWeights) -> None:
         prefix = f"{TOWER}encoder.layers.{number}."
         attention = f"{prefix}self_attn."
-        self._heads, self._head_dim = spec.num_heads, spec.head_dim
+        self._head_dim = spec.head_dim
         self._norm1, self._norm2 = (
             _tower_norm(spec, f"encoder.layers.{number}.layer_norm{each}", weights)
             for each in (1, 2)
@@ -147,22 +141,29 @@ class _Layer:
         self._fc2 = weights.linear(f"{prefix}mlp.fc2")
         self._activation = _activation(spec.activation, weights.device, spec.is_gated)
 
-    def compute_keys(self, residual: torch.Tensor, qkv: torch.Tensor) -> None:
-        """Write queries, keys and values [tiles, rows, 3 * hidden] of these rows."""
-        own = residual.view(-1, residual.shape[-1])
-        self._qkv.into(self._norm1(own), qkv.view(-1, qkv.shape[-1]))
+    def compute_keys(
+        self,
+        residual: torch.Tensor,
+        heads: TileHeads,
+        tiles: slice,
+        rows: slice,
+        rotation: Rotation | None = None,
+    ) -> None:
+        """Give `heads` the queries, keys and values of these rows [tiles, rows, hidden].
 
-    def mix(self, residual: torch.Tensor, rows: slice, qkv: torch.Tensor) -> None:
-        """Add attention and MLP to these rows of the residual [tiles, rows, hidden].
-
-        qkv: of whole tiles.
+        rotation: of all rows of a tile.
         """
-        tiles, tokens, _ = qkv.shape
-        heads = qkv.view(tiles, tokens, 3, self._heads, self._head_dim).permute(2, 0, 3, 1, 4)
-        query, key, value = heads.unbind()
-        mixed = F.scaled_dot_product_attention(query[:, :, rows], key, value)
-        own = residual.view(-1, residual.shape[-1])
-        own.copy_(self._out.add_to(own, mixed.transpose(1, 2).reshape(own.shape)))
+        own = residual[tiles, rows].flatten(0, 1)
+        qkv = self._qkv(self._norm1(own))
+        if rotation is not None:
+            turning = qkv[:, : 2 * own.shape[1]].unflatten(1, (-1, self._head_dim))
+            turning.copy_(rotate(turning, rotation[rows].repeat(tiles.stop - tiles.start, 1, 1)))
+        heads.write(tiles, rows, qkv)
+
+    def mix(self, residual: torch.Tensor, heads: TileHeads, tiles: slice, rows: slice) -> None:
+        """Add attention and MLP to these rows; `heads` has all rows of their tiles."""
+        own = residual[tiles, rows].view(-1, residual.shape[-1])
+        own.copy_(self._out.add_to(own, heads.attend(tiles, rows)))
         inner = self._activation(self._fc1(self._norm2(own)))
         own.copy_(self._fc2.add_to(own, inner))
 
@@ -292,11 +293,8 @@ class VisionEncoder:
         self.unit_rows = unit_rows(device)
         self._patches = weights.linear(f"{TOWER}embeddings.patch_embedding")
         self._positions: torch.Tensor | None = None
-        self.rotary: _Rotary | None = None
         if tower.rope is None:
             self._positions = weights.tensor(f"{TOWER}embeddings.position_embedding.weight")
-        else:
-            self.rotary = _Rotary(tower.rope, tower.head_dim)
         self._class_token: torch.Tensor | None = None
         if tower.has_class_token:
             assert self._positions is not None
@@ -305,6 +303,7 @@ class VisionEncoder:
         self._first_norm: Norm | None = None
         if tower.has_first_norm:
             self._first_norm = _tower_norm(tower, "pre_layrnorm", weights)
+        self.attention = tower_attention(spec, weights.dtype, device)
         self.layers = [_Layer(tower, each, weights) for each in range(spec.num_layers)]
         self.projector = _PROJECTIONS[type(spec.projector)](spec, weights)
 
@@ -419,7 +418,7 @@ class Encoding:
         size, dtype, device = spec.tower.hidden_size, encoder.dtype, encoder.device
         shape = self._num_tiles, self._num_tokens
         residual = torch.empty(*shape, size, dtype=dtype, device=device)
-        qkv = torch.empty(*shape, 3 * size, dtype=dtype, device=device)
+        heads = encoder.attention.tiles(*shape, dtype, device)
         output_shape = self._num_tiles, self._embeds_per_tile, spec.output_size
         output = torch.empty(*output_shape, dtype=dtype, device=device)
         self._output = output.flatten(0, 1)
@@ -427,18 +426,18 @@ class Encoding:
         for tiles, rows in blocks:
             encoder.write_patches(pixels[tiles], rows, residual[tiles, rows])
             yield self._patch_flops * _num_rows(tiles, rows)
-        rotary, features = encoder.rotary, dict[int, torch.Tensor]()
-        rotation = None if rotary is None else rotary.rotation(self._grid).to(device)
+        features: dict[int, torch.Tensor] = {}
+        rotation = tower_rotation(spec.tower, self._grid)
+        if rotation is not None:
+            rotation = rotation.to(device)
         for number, layer in enumerate(encoder.layers):
             if number in spec.feature_layers:
                 features[number] = residual.clone()
             for tiles, rows in blocks:
-                layer.compute_keys(residual[tiles, rows], qkv[tiles, rows])
-                if rotary is not None and rotation is not None:
-                    rotary.turn(qkv[tiles, rows], rotation[rows])
+                layer.compute_keys(residual, heads, tiles, rows, rotation)
                 yield self._key_flops * _num_rows(tiles, rows)
             for tiles, rows in blocks:
-                layer.mix(residual[tiles, rows], rows, qkv[tiles])
+                layer.mix(residual, heads, tiles, rows)
                 yield self._mixing_flops * _num_rows(tiles, rows)
         features[spec.num_layers] = residual
         projector = encoder.projector

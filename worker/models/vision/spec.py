@@ -301,17 +301,16 @@ class VisionSpec:
         """Return the bytes of the weights. itemsize: bytes of a number."""
         return itemsize * sum(math.prod(shape) for shape in self.weights().values())
 
-    def activation_bytes(self, itemsize: int) -> int:
+    def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
         """Return the bytes that encoding the largest image keeps between slices, but its output.
 
-        Residual, queries, keys and values of all tokens, residuals of other layers that the
-        projector reads, and cosines and sines of rotary positions.
+        Residuals that the projector reads, what attention keeps of all tokens, and cosines and
+        sines of rotary positions. attention_numbers: of each token.
         """
-        vectors, tower = 3 + len({*self.feature_layers}), self.tower
-        of_token = itemsize * vectors * tower.hidden_size
-        if tower.rope is not None:
-            of_token += 4 * tower.head_dim
-        return of_token * self.most_tokens
+        tower = self.tower
+        numbers = len({*self.feature_layers}) * tower.hidden_size + attention_numbers
+        of_rotation = 0 if tower.rope is None else 4 * tower.head_dim
+        return (itemsize * numbers + of_rotation) * self.most_tokens
 
     def unit_bytes(self, itemsize: int, num_rows: int) -> int:
         """Return the bytes of the results of the products of this many tokens, at most."""

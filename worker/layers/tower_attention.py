@@ -1,0 +1,62 @@
+"""Attention in a vision tower: a patch sees all patches of its tile.
+
+It is computed in two stages, so that an image may be encoded some rows at a time: `write` for all
+rows of a tile, then `attend` for any of them. Rows have the same bits in whichever units they
+are computed.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+
+
+class TileHeads(ABC):
+    """Queries, keys and values of the tiles of one image, in one layer at a time."""
+
+    @abstractmethod
+    def write(self, tiles: slice, rows: slice, qkv: torch.Tensor) -> None:
+        """Keep the rows of some tiles.
+
+        qkv: [tiles * rows, 3 * heads * head_dim]: a query, a key and a value for each row.
+        """
+
+    @abstractmethod
+    def attend(self, tiles: slice, rows: slice) -> torch.Tensor:
+        """Return the attention [tiles * rows, heads * head_dim] of rows to their whole tile."""
+
+
+class TowerAttention:
+    """Attention of `num_heads` heads of `head_dim` numbers, by torch."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers that TileHeads keep of each token."""
+        return 3 * self.num_heads * self.head_dim
+
+    def tiles(
+        self, num_tiles: int, num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> TileHeads:
+        """Return memory for tiles of `num_tokens` each. dtype: of all numbers."""
+        shape = num_tiles, num_tokens, 3, self.num_heads, self.head_dim
+        return _DenseTileHeads(torch.empty(shape, dtype=dtype, device=device))
+
+
+class _DenseTileHeads(TileHeads):
+    """qkv: [tiles, tokens, 3, heads, head_dim]."""
+
+    def __init__(self, qkv: torch.Tensor) -> None:
+        self._qkv = qkv
+
+    def write(self, tiles: slice, rows: slice, qkv: torch.Tensor) -> None:
+        own = self._qkv[tiles, rows]
+        own.copy_(qkv.view(own.shape))
+
+    def attend(self, tiles: slice, rows: slice) -> torch.Tensor:
+        query, key, value = self._qkv[tiles].permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(query[:, :, rows], key, value)
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
