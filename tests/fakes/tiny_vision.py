@@ -241,28 +241,42 @@ def prepare_vision_model(source: Path, folder: Path) -> PreparedModel:
     return prepared_folder.write(contents, name="tiny", **names)
 
 
-def write_mmproj(model: Path, path: Path, **changes: Any) -> None:
-    """Write the vision part of a saved model as llama.cpp's converter does.
+_MMPROJ_KEYS: Final[dict[str, dict[str, int]]] = {
+    "gemma3": {"projector.scale_factor": 2},
+    "idefics3": {"projector.scale_factor": 2, "preproc_image_size": 48},
+    "mistral3": {"spatial_merge_size": 2},
+}
+"""Further keys of the vision part of a model, by its model type."""
 
-    changes: keys of the metadata without their prefix, or other values; None leaves one out.
+
+def write_mmproj(model: Path, path: Path, tensors: Sequence[str] = (), **changes: Any) -> None:
+    """Write the vision part of a saved model as llama.cpp's converters do.
+
+    tensors: names of further ones. changes: keys of the metadata without their prefix, or other
+    values; None leaves one out.
     """
     config = json.loads((model / "config.json").read_text())
-    tower, is_gemma = config["vision_config"], config["model_type"] == "gemma3"
+    tower, model_type = config["vision_config"], config["model_type"]
+    is_pixtral, is_clip = (tower["model_type"] == each for each in ("pixtral", "clip_vision_model"))
+    projector = "pixtral" if is_pixtral else "mlp" if is_clip else model_type
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type("gemma3" if is_gemma else "idefics3")
-    writer.add_vision_use_gelu(True)
+    writer.add_clip_projector_type(projector)
+    if is_pixtral:
+        writer.add_vision_use_silu(True)
+    elif not is_clip:
+        writer.add_vision_use_gelu(True)
+    layers = tower["num_hidden_layers"] - is_clip  # of LLaVA without the one that is not read
     keys = {
         "image_size": tower["image_size"],
         "patch_size": tower["patch_size"],
         "embedding_length": tower["hidden_size"],
         "feed_forward_length": tower["intermediate_size"],
-        "block_count": tower["num_hidden_layers"],
+        "block_count": layers,
         "attention.head_count": tower["num_attention_heads"],
-        "attention.layer_norm_epsilon": tower["layer_norm_eps"],
-        "projection_dim": config["text_config"]["hidden_size"],
-        "projector.scale_factor": 2,
-        **({} if is_gemma else {"preproc_image_size": 48}),
+        "attention.layer_norm_epsilon": tower.get("layer_norm_eps", 1e-5),
+        "projection_dim": 768 if is_clip else config["text_config"]["hidden_size"],
+        **_MMPROJ_KEYS.get(model_type, {}),
     }
     for key, value in (keys | changes).items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -272,12 +286,26 @@ def write_mmproj(model: Path, path: Path, **changes: Any) -> None:
         writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
     for own, weight in load_file(model / "model.safetensors").items():
-        full = own.replace("vision_tower.", "vision_tower.vision_model.")
+        full = own.removeprefix("model." if is_pixtral else "")
+        if not is_pixtral:
+            full = full.replace("vision_tower.", "vision_tower.vision_model.")
         full = full.replace("projection_weight", "projection.weight")
         theirs = names.get_name(full, try_suffixes=(".weight", ".bias"))
-        if theirs is not None and theirs.startswith(("v.", "mm.")):
-            shift = 1.0 if "soft_emb_norm" in own else 0.0  # as the converter does
-            writer.add_tensor(theirs, weight.float().numpy() + np.float32(shift))
+        if theirs is None or not theirs.startswith(("v.", "mm.")):
+            continue
+        if theirs.startswith(f"v.blk.{layers}."):
+            continue
+        if is_clip:  # in the files of the older converter
+            theirs = theirs.replace("mm.1.", "mm.0.")
+        numbers = weight.float().numpy()
+        if "soft_emb_norm" in own:  # as the converter does
+            numbers = numbers + np.float32(1.0)
+        if is_pixtral and own.endswith(("q_proj.weight", "k_proj.weight")):  # as well
+            heads = numbers.reshape(tower["num_attention_heads"], 2, -1, numbers.shape[1])
+            numbers = heads.swapaxes(1, 2).reshape(numbers.shape)
+        writer.add_tensor(theirs, numbers)
+    for name in (*tensors, *(("v.token_embd.img_break",) if is_pixtral else ())):
+        writer.add_tensor(name, np.zeros(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
