@@ -230,11 +230,34 @@ def greedy(prepared: PreparedModel, tokens: list[int], rows: torch.Tensor, count
     return found
 
 
+MINISTRAL3 = {
+    "model_type": "ministral3",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
+
+
 @pytest.mark.parametrize(
-    "name", ["llava", "llava siglip", "idefics3", "smolvlm", "pixtral", "mistral3"]
+    ("name", "changes"),
+    [
+        ("llava", {}),
+        ("llava siglip", {}),
+        ("idefics3", {}),
+        ("smolvlm", {}),
+        ("pixtral", {}),
+        ("mistral3", {}),
+        ("mistral3", {"text_config": MINISTRAL3}),
+    ],
 )
-def test_greedy_tokens_after_images(name: str, tmp_path: Path) -> None:
-    model, prepared = saved(name, tmp_path)
+def test_greedy_tokens_after_images(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model, prepared = saved(name, tmp_path, **changes)
     encoder = load_vision(prepared, torch.float32, CPU)
     inputs = inputs_of(name, [image("tall"), image("wide")], "what is it?")
     rows = [
