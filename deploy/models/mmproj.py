@@ -89,7 +89,8 @@ def read(
     shapes = {entry.name: entry.shape for entry in own.tensors}
     kind = _find_kind(projector, shapes)
     tokens = header.values.get("tokenizer.ggml.tokens", ())
-    output_size = shapes.get(_LAST_PRODUCT, (vision.get("projection_dim"),))[0]
+    last = shapes.get(_LAST_PRODUCT)
+    output_size = last[0] if last else vision.get("projection_dim")
     if (
         kind is None
         or values.get("general.architecture") != "clip"
@@ -118,7 +119,7 @@ def read(
     return vision_contents(
         kind.architecture,
         tokens.index(kind.image_token),
-        tower | settings.tower | {"hidden_act": _activation(values)},
+        {**tower, **settings.tower, "hidden_act": _activation(values)},
         projector_settings,
         text,
         tuple(_renamed(own.tensors, tower, file)),

@@ -111,8 +111,13 @@ def _renamed(
         for pattern, prefix in _PARTS:
             if match := pattern.match(entry.name):
                 name = entry.name[match.end() :]
-                for old, new in tensor_names.items() if prefix == TOWER else ():
-                    if found := re.match(old, name):
-                        name = found.expand(new) + name[found.end() :]
-                        break
+                if prefix == TOWER:
+                    name = _name_in_tower(name, tensor_names)
                 yield msgspec.structs.replace(entry, name=prefix + name)
+
+
+def _name_in_tower(name: str, tensor_names: Mapping[str, str]) -> str:
+    for old, new in tensor_names.items():
+        if match := re.match(old, name):
+            return match.expand(new) + name[match.end() :]
+    return name

@@ -29,7 +29,7 @@ def spec(config: VisionConfig) -> VisionSpec:
     else:
         tower = read_tower(config.tower, has_class_token=tower_type == "clip_vision_model")
     strategy = "vision_feature_select_strategy"
-    settings.must_be(strategy, "full", *(() if is_pixtral else ("default",)))
+    settings.must_be(strategy, *(("full",) if is_pixtral else ("default", "full")))
     return VisionSpec(
         architecture=config.architecture,
         tower=tower,

@@ -41,6 +41,7 @@ TENSOR_NAMES: Final = {
 IMAGE_TOKEN: Final = "[IMG]"
 GGUF_TEXTS: Final = ("llama", "mistral3")
 """As `VisionGguf.texts`: older and newer converters name Mistral's language models so."""
+_LARGEST: Final = 1 << 14
 _LONGEST: Final = 1024
 """Pixels of the longest side where the image processor's settings leave it out."""
 
@@ -78,13 +79,16 @@ def read_pixtral_tower(config: VisionConfig, scale: int) -> TowerSpec:
 def _longest_side(images: ConfigReader) -> int:
     """Return the most pixels of a side of an image, before it is filled up to whole patches."""
     size = images.mapping("size")
-    value = size.get("longest_edge")
-    found = (
-        [_LONGEST] if not size else [value] if value else [size.get("height"), size.get("width")]
-    )
-    if any(type(each) is not int or not 0 < each <= 1 << 14 for each in found):
-        raise ModelError(f"preprocessor_config.json: size = {shown(repr(dict(size)))}")
-    return max(found)
+    if not size:
+        return _LONGEST
+    keys = ("longest_edge",) if size.get("longest_edge") else ("height", "width")
+    longest = 0
+    for key in keys:
+        value = size.get(key)
+        if type(value) is not int or not 0 < value <= _LARGEST:
+            raise ModelError(f"preprocessor_config.json: size = {shown(repr(dict(size)))}")
+        longest = max(longest, value)
+    return longest
 
 
 def gguf_settings(
