@@ -25,7 +25,7 @@ from api_server.engine.health import Health
 from api_server.generation.app_state import AppState, ModelTexts
 from api_server.generation.encoders.responses.peers import FrontEndPeers
 from api_server.generation.encoders.responses.stored import StoredResponses
-from api_server.generation.images import ImageReader, make_image_input
+from api_server.generation.images import make_image_input
 from api_server.generation.sampling import seeds
 from api_server.generation.tracing import RequestTracer
 from api_server.http.connection import MAX_BODY_BYTES, Reception
@@ -34,6 +34,7 @@ from api_server.http.http_server import HttpServer
 from api_server.http.request_log import RequestLog
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
 from api_server.live_view.publisher import LiveViewPublisher
+from api_server.media.reader import MediaReader
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.middleware import with_cors
@@ -114,7 +115,7 @@ async def _report_ready(app_state: AppState, clock: PhaseClock) -> None:
 
 
 def make_app_state(
-    boot: ProcessBoot, link: Link, supervisor: SupervisorLink, media: ImageReader | None = None
+    boot: ProcessBoot, link: Link, supervisor: SupervisorLink, media: MediaReader | None = None
 ) -> AppState:
     """Return the application's state.
 
@@ -139,7 +140,9 @@ def make_app_state(
         supervisor,
     )
     texts = ModelTexts.load(config, model)
-    responses = make_stored_responses(config.frontend)
+    frontend = config.frontend
+    max_bytes = frontend.max_stored_responses_mib << 20
+    responses = StoredResponses(max_bytes, frontend.stored_response_seconds, time.monotonic)
     endpoint = config.frontend.otlp_traces_endpoint
     adapters = None
     if config.lora.enable_lora:
@@ -177,11 +180,6 @@ def _make_sampler(config: ProfilerConfig | None, index: int) -> StackSampler | N
     if config is None or config.ignore_frontend:
         return None
     return StackSampler(config, f"api-{index}")
-
-
-def make_stored_responses(config: FrontEndConfig) -> StoredResponses:
-    max_bytes = config.max_stored_responses_mib << 20
-    return StoredResponses(max_bytes, config.stored_response_seconds, time.monotonic)
 
 
 def make_metric_sheet(boot: ProcessBoot) -> MetricSheet:

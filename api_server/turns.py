@@ -26,12 +26,7 @@ from typing import Final, NamedTuple, ParamSpec, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
-from api_server.http.connection import (
-    MAX_BODY_BYTES,
-    Upload,
-    begin_upload,
-    client_disconnected,
-)
+from api_server.http.connection import MAX_BODY_BYTES, Upload, begin_upload, client_disconnected
 from proto.errors import RequestError
 
 P = ParamSpec("P")
@@ -39,7 +34,7 @@ R = TypeVar("R")
 INLINE_BYTES: Final = 1 << 16
 """Largest body that is decoded on the event loop."""
 UNHELD_BYTES: Final = 1 << 20
-"""Largest body that is decoded without regard to the bodies that are held."""
+"""Largest body that is decoded without regard to other bodies."""
 HELD_BYTES: Final = MAX_BODY_BYTES
 """Total bytes of large bodies in memory: each counts from its decoding until the engine has its
 requests or its answer begins.
@@ -49,10 +44,6 @@ WIDE_FACTOR: Final = 4
 """Bytes of a character in a text with an emoji, or with another one outside of the first plane."""
 _WIDE: Final = (*(bytes([first]) for first in range(0xF0, 0xF5)), rb"\ud", rb"\uD")
 """What such a character begins with, in UTF-8 and as an escape in JSON."""
-
-
-def _may_be_wide(body: bytearray) -> bool:
-    return any(begin in body for begin in _WIDE)
 
 
 class Client:
@@ -72,7 +63,7 @@ class Client:
         self._upload: Upload | None = None
         self._failure: RequestError | None = None
         self._wait: asyncio.Timeout | None = None
-        self._held = 0
+        self._num_decoding = 0
         self.body_size = 0
 
     @property
@@ -107,9 +98,9 @@ class Client:
         assert self._upload is not None
         if size > UNHELD_BYTES:
             await _body_bytes.take(size, work=size)
-            self._held += size
+            self._num_decoding += size
             self._upload.resize(0)  # HELD_BYTES limits those that are decoded
-        elif _may_be_wide(body):
+        elif any(begin in body for begin in _WIDE):
             self._upload.resize(WIDE_FACTOR * size)
             self._check_not_ended()
 
@@ -143,9 +134,9 @@ class Client:
 
     def release_body(self) -> None:
         """Stop counting the body: the engine has its requests, or the answer begins."""
-        held, self._held = self._held, 0
-        if held:
-            _body_bytes.give_back(held)
+        num_decoding, self._num_decoding = self._num_decoding, 0
+        if num_decoding:
+            _body_bytes.give_back(num_decoding)
         if self._upload is not None:
             self._upload.resize(0)
         self._upload = self._failure = None

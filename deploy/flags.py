@@ -499,16 +499,6 @@ def render() -> str:
     return "\n".join(lines)
 
 
-def markdown_table() -> str:
-    """Return all flags as a table for docs/configuration.md."""
-    helps = field_helps()
-    rows = [
-        f"| `{_usage(flag).replace('|', ' ')}` | {_default_value(flag)} | {helps[flag.field]} |"
-        for flag in all_flags()
-    ]
-    return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
-
-
 def field_helps() -> dict[str, str]:
     """Return the help by field: the string literal below each field of the Structs.
 

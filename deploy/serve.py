@@ -162,8 +162,7 @@ def _check_tracing(config: ServeConfig) -> None:
             found = False
         if not found:
             raise ConfigError(
-                f"--otlp-traces-endpoint needs the package {package}: {install_command('otel')}",
-                "otlp_traces_endpoint",
+                f"--otlp-traces-endpoint needs the package {package}: {install_command('otel')}"
             )
 
 
@@ -179,7 +178,7 @@ def _check_profiler(config: ServeConfig) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"--profiler-config: torch_profiler_dir {folder}: {error.strerror}", "profiler_config"
+            f"--profiler-config: torch_profiler_dir {folder}: {error.strerror}"
         ) from None
 
 
@@ -199,12 +198,11 @@ def _check_files(config: ServeConfig) -> None:
     """Raise ConfigError for files that other processes would refuse after the model is loaded."""
     trace = config.trace.sched_trace
     if trace is not None and os.path.lexists(trace) and not stat.S_ISREG(os.lstat(trace).st_mode):
-        raise ConfigError(f"--sched-trace {trace}: is not a regular file", "sched_trace")
+        raise ConfigError(f"--sched-trace {trace}: is not a regular file")
     for module in parse_lora_modules(config.lora.lora_modules):
         if not os.path.exists(module.path):
             raise ConfigError(
-                f"--lora-modules: {module.name}: {module.path}: there is no such file or folder",
-                "lora_modules",
+                f"--lora-modules: {module.name}: {module.path}: there is no such file or folder"
             )
 
 
@@ -217,8 +215,7 @@ def _check_pool(config: ServeConfig) -> None:
     if size is not None and size > total and computes_on_cpu(config.device):
         raise ConfigError(
             f"--kv-cache-memory {memory_size(size)} is more than the {memory_size(total)} of "
-            f"memory here, of which {memory_size(available_memory())} are free",
-            "kv_cache_memory",
+            f"memory here, of which {memory_size(available_memory())} are free"
         )
 
 
@@ -249,15 +246,14 @@ def _check_tokenizer(config: ServeConfig) -> None:
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.isdir(folder):
         raise ConfigError(
-            f"--tokenizer {folder}: no such folder; it takes one with a tokenizer.json, no name",
-            "tokenizer",
+            f"--tokenizer {folder}: no such folder; it takes one with a tokenizer.json, no name"
         )
     if not os.path.isfile(path):
-        raise ConfigError(f"--tokenizer {folder}: the folder has no tokenizer.json", "tokenizer")
+        raise ConfigError(f"--tokenizer {folder}: the folder has no tokenizer.json")
     tokenizer_check.check(read_model_file(path), f"--tokenizer {folder}: tokenizer.json")
 
 
 def _check_chat_template(config: ServeConfig) -> None:
     path = config.model.chat_template
     if path is not None and not os.path.isfile(path):
-        raise ConfigError(f"--chat-template {path}: no such file", "chat_template")
+        raise ConfigError(f"--chat-template {path}: no such file")

@@ -160,7 +160,7 @@ class BusyLoop:
         return bool(
             self._in_flight
             or scheduler.kv_transfer.is_awaited
-            or (grammars is not None and grammars.held)
+            or (grammars is not None and grammars.awaiting_mask)
             or not scheduler.has_work
         )
 

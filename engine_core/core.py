@@ -37,10 +37,7 @@ from engine_core.scheduler.kv_transfer import Connect, IsStorable
 from engine_core.scheduler.limits import ChunkRule, queue_capacity
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.speculation.drafting import Drafting, make_drafting
-from engine_core.structured_output.manager import (
-    StructuredOutputManager,
-    start_structured_output,
-)
+from engine_core.structured_output.manager import StructuredOutputManager, start_structured_output
 from engine_core.supervisor_io import SupervisorIO
 from engine_core.trace.file import start_trace
 from engine_core.trace.recorder import TraceRecorder

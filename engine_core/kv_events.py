@@ -31,7 +31,7 @@ from proto.messages.kv_events import (
 )
 from proto.messages.lifecycle import KVCacheGeometry
 from proto.runtime.sockets import MAX_IPC_PATH, kv_events_path
-from proto.settings.kv_events_config import FIELD, KVEventsConfig
+from proto.settings.kv_events_config import KVEventsConfig
 
 MAX_KEPT_BYTES: Final = 64 << 20
 """Bytes of batches that are kept for replays, besides their number."""
@@ -114,7 +114,7 @@ class KVEventPublisher:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise ConfigError(f"--kv-events-config: {key} {endpoint}: {error}", FIELD) from None
+            raise ConfigError(f"--kv-events-config: {key} {endpoint}: {error}") from None
         return socket
 
     def _send(self, events: list[KVEvent]) -> None:
@@ -171,9 +171,7 @@ def start_kv_events(
         path = endpoint.removeprefix("ipc://")
         if path != endpoint and len(os.fsencode(path)) > MAX_IPC_PATH:
             raise ConfigError(
-                f"--kv-events-config: the path of {key} is longer than {MAX_IPC_PATH} bytes: "
-                f"{path}",
-                FIELD,
+                f"--kv-events-config: the path of {key} is longer than {MAX_IPC_PATH} bytes: {path}"
             )
         config = msgspec.structs.replace(config, **{key: endpoint})
     return KVEventPublisher(config, epoch, geometry)

@@ -123,8 +123,7 @@ def _too_long(
         way_out = f"raise --kv-cache-memory to {mib}M"
     return ConfigError(
         f"--max-model-len {wanted} needs {size(needed_blocks)}, and the KV pool has "
-        f"{size(usable_blocks)}: {way_out} or lower --max-model-len to {usable}",
-        "max_model_len",
+        f"{size(usable_blocks)}: {way_out} or lower --max-model-len to {usable}"
     )
 
 
@@ -138,8 +137,7 @@ def _num_blocks(workers: list[WorkerReady], config: ServeConfig) -> int:
         if override < fewest:
             raise ConfigError(
                 f"--num-gpu-blocks-override must be at least {fewest} for this model: "
-                f"block 0 is reserved, and each of its {fewest - 1} KV groups needs a block",
-                "num_gpu_blocks_override",
+                f"block 0 is reserved, and each of its {fewest - 1} KV groups needs a block"
             )
         return override
     num_blocks = min(

@@ -73,7 +73,8 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
         _check_grammar(message, message.grammar)
     if message.thinking is not None:
         message.thinking.validate(limits.vocab_size)
-        _check_thinking(message)
+        # They could mask the end marker of reasoning.
+        _check_forced_tokens(message, (), "a reasoning budget", "thinking_token_budget")
     if message.resumable:
         _check_session(message.n, params)
 
@@ -277,11 +278,6 @@ def _check_grammar(message: EngineCoreRequest, grammar: GrammarSource) -> None:
         raise InvalidRequestError(
             f"the grammar has {grammar.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
         ).in_field(grammar.field)
-
-
-def _check_thinking(message: EngineCoreRequest) -> None:
-    """Refuse parameters that could mask the end marker of reasoning."""
-    _check_forced_tokens(message, (), "a reasoning budget", "thinking_token_budget")
 
 
 def _check_forced_tokens(

@@ -25,6 +25,7 @@
 Between processes an error is sent as `ErrorInfo`.
 """
 
+import re
 import shlex
 import sys
 from typing import Final, Literal, Self
@@ -43,6 +44,7 @@ ErrorKind = Literal[
 ]
 
 MAX_SHOWN: Final = 100
+_FLAG: Final = re.compile(r"--([a-z0-9-]+)")
 
 
 def shown(value: object) -> str:
@@ -60,11 +62,15 @@ class TokendError(Exception):
 
 
 class ConfigError(TokendError):
-    """A setting that is invalid, or in conflict with another. param: its name."""
+    """A setting that is invalid, or in conflict with another.
+
+    param: its name; by default that of the flag with which the message begins.
+    """
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        flag = _FLAG.match(message)
+        self.param = flag[1].replace("-", "_") if param is None and flag else param
 
 
 class ModelError(TokendError):

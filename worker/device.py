@@ -45,11 +45,7 @@ from worker.step.runner_parts import DrafterParts, Runner, RunnerParts
 if TYPE_CHECKING:
     from worker.parallel.torch_group import TorchGroup
 
-DTYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtype of each `--dtype` setting except "auto"."""
 
 
@@ -321,8 +317,7 @@ class ModelSetup:
         elif self.config.cache.num_state_slots is not None:
             raise ConfigError(
                 f"--num-state-slots: {self.prepared.architecture} has no layers with a recurrent "
-                "state",
-                "num_state_slots",
+                "state"
             )
         self.kv_dtype()
         if self.config.model.enable_return_routed_experts:
@@ -343,10 +338,7 @@ class ModelSetup:
             way_out = "--cpu-weights bf16, packed or int8"
         else:
             return
-        raise ConfigError(
-            f"--batch-invariant: {what}{f'; {way_out} works' if way_out else ''}",
-            "batch_invariant",
-        )
+        raise ConfigError(f"--batch-invariant: {what}{f'; {way_out} works' if way_out else ''}")
 
     def _refuse_kv_settings(self) -> None:
         """Raise ConfigError for a setting of the KV cache of a model that has none."""
@@ -362,6 +354,5 @@ class ModelSetup:
             if is_set:
                 raise ConfigError(
                     f"{flag_name(field)}: {self.prepared.architecture} attends in both directions: "
-                    "it keeps no KV cache, and computes each text in one step",
-                    field,
+                    "it keeps no KV cache, and computes each text in one step"
                 )

@@ -14,11 +14,7 @@ from worker.attention.kv_cache import KVCache
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.attention.state_cache import StateCache
 from worker.batch.input_batch import InputBatch
-from worker.kv_connector.base import (
-    WorkerConnector,
-    WorkerContext,
-    create_worker_connector,
-)
+from worker.kv_connector.base import WorkerConnector, WorkerContext, create_worker_connector
 from worker.kv_connector.steps import StepConnector
 from worker.layers.layer_progress import LayerProgress
 from worker.loaded_model import LoadedDraft, LoadedModel

@@ -12,9 +12,10 @@ import os
 import stat
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from api_server.engine.engine_client import EngineClient
+from api_server.protocol.common import LoRAScale
 from proto.errors import (
     InternalRequestError,
     InvalidRequestError,
@@ -39,13 +40,6 @@ class InvalidAdapterError(InvalidRequestError):
     """A call about adapters is refused; the type is vLLM's."""
 
     type = "InvalidUserInput"
-
-
-class LoRAScale(Protocol):
-    """An entry of llama.cpp's `lora`: the number of an adapter, and its factor."""
-
-    id: int
-    scale: float
 
 
 class ChosenAdapter(NamedTuple):

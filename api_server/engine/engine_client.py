@@ -39,13 +39,7 @@ from proto.messages.engine_io import (
     TurnEnded,
 )
 from proto.messages.lifecycle import EngineReady, ProcessBoot, ProtocolViolation
-from proto.messages.lora import (
-    AdapterCall,
-    AdapterCard,
-    AdapterList,
-    AdapterReply,
-    AdapterUsage,
-)
+from proto.messages.lora import AdapterCall, AdapterCard, AdapterList, AdapterReply, AdapterUsage
 from proto.messages.view import EngineView, Watch
 from proto.runtime.sockets import Link, PeerStalledError, front_end_path
 

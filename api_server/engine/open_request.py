@@ -21,7 +21,6 @@ class OutputStream(Protocol):
     @property
     def request_id(self) -> int:
         """The engine's id."""
-        ...
 
     @property
     def num_choices(self) -> int: ...
@@ -29,39 +28,31 @@ class OutputStream(Protocol):
     @property
     def finished(self) -> bool:
         """No more output will come."""
-        ...
 
     @property
     def error(self) -> Exception | None:
         """Why the request failed; None if it did not."""
-        ...
 
     @property
     def ended_well(self) -> bool:
         """All choices finished without an error or an abort."""
-        ...
 
     @property
     def output_token_ids(self) -> tuple[tuple[int, ...], ...]:
         """The output tokens of each choice so far."""
-        ...
 
     @property
     def finished_choices(self) -> tuple[int, ...]:
         """Indices of the choices that need no more tokens."""
-        ...
 
     def accept(self) -> None:
         """Note that an engine has accepted the request."""
-        ...
 
     def fail(self, error: RequestError) -> None:
         """End every choice that has not finished with an error."""
-        ...
 
     def called_tool(self) -> str:
         """Return the engine's name of the tool that the answer calls, or ""."""
-        ...
 
     def process_output(self, output: EngineCoreOutput, timestamp: float) -> bool:
         """Take one output; True if it ended a choice that the engine still computes.
@@ -69,7 +60,6 @@ class OutputStream(Protocol):
         timestamp: monotonic seconds at which the tokens left the engine.
         Raises RequestError for an output that cannot follow those before it.
         """
-        ...
 
 
 @dataclass(slots=True)

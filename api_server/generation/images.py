@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from api_server.media.reader import ImageSource, LoadedImage, MediaReader
 from api_server.protocol.chat import ConversationFields, Message
@@ -26,37 +26,6 @@ _OTHER_TEXTS: Final = {"tools", "documents", "chat_template_kwargs"}
 """Fields beside the messages whose texts may be part of the prompt."""
 
 
-class ImageReader(Protocol):
-    """What `MediaReader` does for requests, and the stand-in of tests."""
-
-    @property
-    def placeholder(self) -> str:
-        """Text that the chat template writes for an image."""
-        ...
-
-    @property
-    def image_token(self) -> str:
-        """Text of the token that stands for a row of encoder output."""
-        ...
-
-    def warm_up(self) -> None:
-        """Prepare for the first image."""
-        ...
-
-    async def close(self) -> None:
-        """Read no image any more; pixels stay for the requests that have them."""
-        ...
-
-    async def read(
-        self, sources: Sequence[ImageSource], tenant: int, salt: str | None
-    ) -> list[LoadedImage]:
-        """Return the images; raise InvalidRequestError with the `param` of one that cannot be read.
-
-        tenant, salt: images are found again within these only.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ImageInput:
     """How a model reads images.
@@ -64,7 +33,7 @@ class ImageInput:
     image_token_id: of the reader's image token. max_images: of a request.
     """
 
-    reader: ImageReader
+    reader: MediaReader
     image_token_id: int
     max_images: int
 
@@ -194,7 +163,7 @@ def make_image_input(
     boot: ProcessBoot,
     model: PreparedModel,
     tokenizer: ModelTokenizer,
-    reader: ImageReader | None = None,
+    reader: MediaReader | None = None,
 ) -> ImageInput | None:
     """Return how a front end reads images for a model; None for text only.
 

@@ -356,8 +356,8 @@ class Choice:
             )
             if self._ends_with(stop):
                 return
-        elif self.stop_strings is not None and (held := self.stop_strings.pop_held()):
-            self._show(held)
+        elif self.stop_strings is not None and (rest := self.stop_strings.pop_buffer()):
+            self._show(rest)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if finish_reason is FinishReason.REPETITION:
             self.stop_reason = REPETITION_DETECTED

@@ -231,10 +231,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         self._receive_timeout.cancel()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = self._extensions() | {
-            _CYCLE: self.cycle,
-            LISTENER: self.listener,
-        }
+        scope["extensions"] = self._extensions() | {_CYCLE: self.cycle, LISTENER: self.listener}
         if scope["http_version"] == "1.0":
             self.cycle.send = _UnchunkedResponse(self.cycle).send  # type: ignore[method-assign]
 

@@ -38,8 +38,7 @@ from api_server.parsers.tools.base import json_argument_rule, quoted
 from api_server.parsers.tools.call_parser import new_call_id, read_arguments
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields, errors_of
-from api_server.protocol.json_lark import json_rule
-from api_server.protocol.json_schema import SchemaWork
+from api_server.protocol.json_schema import SchemaWork, json_rule
 from api_server.protocol.tools import FunctionTool
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.harmony import HarmonyEncoding
@@ -91,7 +90,7 @@ class HarmonyParser:
         self._encoding = encoding
         self._tool_names = tool_names
         self._is_shown = is_shown
-        self._held = ""  # the start of a marker
+        self._buffer = ""  # the start of a marker
         self._header: list[str] | None = []  # of the message; None after it
         self._header_length = 0
         self._kind: type[ReasoningText] | type[ContentText] = ContentText  # of the message's text
@@ -111,8 +110,8 @@ class HarmonyParser:
         return self._header is None and self._kind is ReasoningText
 
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
-        text = self._held + text
-        self._held = ""
+        text = self._buffer + text
+        self._buffer = ""
         position = 0
         while position < len(text):
             mark = text.find(MARK, position)
@@ -126,14 +125,14 @@ class HarmonyParser:
                 self._add_marker(found[1])
                 position = found.end()
             elif len(text) - mark < _MAX_MARKER:
-                self._held = text[mark:]
+                self._buffer = text[mark:]
                 break
             else:
                 position = mark + 1  # a mark alone has no meaning
         return self._pop_parts()
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
-        self._held = ""
+        self._buffer = ""
         if is_cut:
             self._called_tool, self._header = None, None
             self._arguments.clear()

@@ -61,14 +61,12 @@ class OutputParser(Protocol):
 
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
         """Return the parts that are certain after this additional text."""
-        ...
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         """Return the parts of all text that was held back; no more text comes.
 
         is_cut: a limit ended the output, not the model or a stop string.
         """
-        ...
 
 
 class PlainTextParser:
@@ -133,7 +131,7 @@ class ChoiceParser:
         self._call_parser = call_parser
         self._metrics = metrics
         self._num_content = 0  # characters that were returned
-        self._held = ""  # content after these
+        self._buffer = ""  # content after these
         self.is_plain = parser is PLAIN_TEXT and call_parser is PLAIN_TEXT
         self.has_tool_calls = False
 
@@ -174,14 +172,14 @@ class ChoiceParser:
         cut: list[OutputPart] = []
         for part in (*parts, None):
             if isinstance(part, ContentText):
-                self._held += part.text
+                self._buffer += part.text
                 continue
             num_new = num_certain - self._num_content
-            certain, self._held = self._held[:num_new], self._held[num_new:]
+            certain, self._buffer = self._buffer[:num_new], self._buffer[num_new:]
             self._num_content += len(certain)
             if certain:
                 cut.append(ContentText(certain))
-            if part is None or self._held:
+            if part is None or self._buffer:
                 return cut
             cut.append(part)
         return cut
@@ -212,7 +210,7 @@ class ContentStops:
         """Return the stop string that the end of the text completes. is_cut: see `OutputParser`."""
         stop = self._find_stop(self._parser.parse_end(is_cut=is_cut), min_tokens_reached)
         if stop is None:
-            self.num_certain += len(self._stop_strings.pop_held())
+            self.num_certain += len(self._stop_strings.pop_buffer())
         return stop
 
     def _find_stop(self, parts: Sequence[OutputPart], min_tokens_reached: bool) -> str | None:
@@ -225,6 +223,6 @@ class ContentStops:
                     self.num_certain += len(certain)
                     return stop
             else:
-                certain = self._stop_strings.pop_held()
+                certain = self._stop_strings.pop_buffer()
             self.num_certain += len(certain)
         return None

@@ -224,7 +224,7 @@ class ReasoningParser:
         self._is_shown = is_shown
         has_none = output_start is OutputStart.CONTENT
         self._state = _State.CONTENT if has_none else _State.START_MARKER
-        self._held = ""  # an incomplete start marker, or whitespace and an incomplete end marker
+        self._buffer = ""  # an incomplete start marker, or whitespace and an incomplete end marker
         self._markers = [reasoning_format.end]  # that matter within the reasoning
         if calls:
             self._markers += [*calls.tokens, *calls.texts, _FENCE]
@@ -260,14 +260,14 @@ class ReasoningParser:
         if self._call_parser:
             self._end_quotation(parts, is_cut=is_cut)
         is_undecided = self._state is _State.START_MARKER
-        if is_cut and self._held.strip() and not _FENCE.startswith(self._held.strip()):
-            self._held = ""  # the start of a marker
+        if is_cut and self._buffer.strip() and not _FENCE.startswith(self._buffer.strip()):
+            self._buffer = ""  # the start of a marker
         if is_undecided and self._output_start is OutputStart.UNKNOWN:
-            parts += self._content_parser.parse_delta(self._held) if self._held else ()
+            parts += self._content_parser.parse_delta(self._buffer) if self._buffer else ()
         else:
-            held = self._held.lstrip(BLANKS) if is_undecided else self._held
-            self._add_reasoning(_trimmed(held), parts)
-        self._held = ""
+            rest = self._buffer.lstrip(BLANKS) if is_undecided else self._buffer
+            self._add_reasoning(_trimmed(rest), parts)
+        self._buffer = ""
         return [*parts, *self._content_parser.parse_end(is_cut=is_cut)]
 
     def _read_start_marker(self, text: str) -> str:
@@ -276,17 +276,17 @@ class ReasoningParser:
         Returns "" and holds the text back while that is undecided. The engine decides by the same
         rule (engine_core/structured_output/matchers.py).
         """
-        self._held += text
-        unindented = self._held.lstrip(BLANKS)
-        if len(self._held) - len(unindented) <= MAX_BLANKS:
+        self._buffer += text
+        unindented = self._buffer.lstrip(BLANKS)
+        if len(self._buffer) - len(unindented) <= MAX_BLANKS:
             if unindented.startswith(self._format.start):
-                self._state, self._held = _State.LEADING, ""
+                self._state, self._buffer = _State.LEADING, ""
                 return unindented[len(self._format.start) :]
             if self._format.start.startswith(unindented):
                 return ""
         starts_inside = self._output_start is OutputStart.REASONING
         self._state = _State.LEADING if starts_inside else _State.CONTENT
-        text, self._held = self._held, ""
+        text, self._buffer = self._buffer, ""
         return text
 
     def _read_reasoning(self, text: str, parts: list[OutputPart]) -> str:
@@ -295,7 +295,7 @@ class ReasoningParser:
         thought thought \\n \\n </thi      held back: what may belong to the end marker
         ── added ─────┘ └─ held ──┘
         """
-        text, self._held = self._held + text, ""
+        text, self._buffer = self._buffer + text, ""
         position = 0
         while found := self._any_marker.search(text, position):
             marker, position = found[0], found.start()
@@ -321,7 +321,7 @@ class ReasoningParser:
         held = max(num_marker_characters(text, marker) for marker in self._markers)
         length = len(_trimmed(text[: len(text) - held]))
         self._add_reasoning(text[:length], parts)
-        self._held = text[length:]
+        self._buffer = text[length:]
         return ""
 
     def _read_quotation(self, text: str, parts: list[OutputPart]) -> str:
@@ -363,7 +363,7 @@ class ReasoningParser:
         if len(_FENCE_LINE.findall(text)) % 2:
             self._is_in_code = not self._is_in_code
         self._add_reasoning(text[:kept], parts)
-        self._held = text[kept:]
+        self._buffer = text[kept:]
         self._call_parser = None
         self._call_parts.clear()
         self._call_text.clear()
@@ -398,18 +398,18 @@ class AnswerParser:
         self._end = end
         self._content_parser = content_parser
         self._state = _State.START_MARKER
-        self._held = ""  # an incomplete marker, with the whitespace before it
+        self._buffer = ""  # an incomplete marker, with the whitespace before it
 
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
-        text = self._held + text
-        self._held = ""
+        text = self._buffer + text
+        self._buffer = ""
         if self._state is _State.START_MARKER:
             unindented = text.lstrip(BLANKS)
             is_near = len(text) - len(unindented) <= MAX_BLANKS
             if is_near and unindented.startswith(self._start):
                 self._state, text = _State.LEADING, unindented[len(self._start) :]
             elif is_near and self._start.startswith(unindented):
-                self._held = text
+                self._buffer = text
                 return ()
             else:
                 self._state = _State.CONTENT
@@ -432,14 +432,14 @@ class AnswerParser:
             return f"{_without_line_breaks(answer)}{after}"
         body = text[: len(text) - num_marker_characters(text, self._end)]
         length = len(_without_line_breaks(body))
-        self._held = text[length:]
+        self._buffer = text[length:]
         return text[:length]
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
-        held = self._held
-        if is_cut and held.strip():
-            held = ""  # the start of a marker
-        parts = [*(self._content_parser.parse_delta(held) if held else ())]
+        rest = self._buffer
+        if is_cut and rest.strip():
+            rest = ""  # the start of a marker
+        parts = [*(self._content_parser.parse_delta(rest) if rest else ())]
         return [*parts, *self._content_parser.parse_end(is_cut=is_cut)]
 
 

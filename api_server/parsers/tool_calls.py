@@ -28,8 +28,7 @@ from api_server.parsers.tools.base import (
 )
 from api_server.parsers.tools.registry import DEFAULT_FORMAT, tool_call_format
 from api_server.protocol.fields import IgnoredFields, errors_of
-from api_server.protocol.json_lark import json_rule
-from api_server.protocol.json_schema import SchemaWork, rewrite_schema
+from api_server.protocol.json_schema import SchemaWork, json_rule, rewrite_schema
 from api_server.protocol.tools import FunctionTool, ToolFields
 from api_server.text.chat_template import Conversation, TemplateFacts, arguments_text
 from api_server.text.tokenizer import ModelTokenizer

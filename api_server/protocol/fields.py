@@ -105,34 +105,12 @@ HARMLESS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_ca
 
 OPENAI: Final = frozenset(
     {
-        "audio",
-        "background",
-        "best_of",
-        "conversation",
-        "function_call",
-        "functions",
-        "include",
-        "input",
-        "instructions",
-        "max_output_tokens",
-        "max_tool_calls",
-        "modalities",
-        "moderation",
-        "parallel_tool_calls",
-        "prediction",
-        "previous_response_id",
-        "prompt_cache_retention",
-        "reasoning",
-        "reasoning_effort",
-        "service_tier",
-        "store",
-        "suffix",
-        "text",
-        "tool_choice",
-        "tools",
-        "truncation",
-        "verbosity",
-        "web_search_options",
+        *("audio", "background", "best_of", "conversation", "function_call", "functions"),
+        *("include", "input", "instructions", "max_output_tokens", "max_tool_calls", "modalities"),
+        *("moderation", "parallel_tool_calls", "prediction", "previous_response_id"),
+        *("prompt_cache_retention", "reasoning", "reasoning_effort", "service_tier", "store"),
+        *("suffix", "text", "tool_choice", "tools", "truncation", "verbosity"),
+        *("web_search_options",),
     }
 )
 """Fields of OpenAI's completions, chat completions and responses."""
@@ -146,55 +124,28 @@ _SUCCESSORS: Final = {
 
 ANTHROPIC: Final = frozenset(
     {
-        "anthropic_beta",
-        "anthropic_version",
-        "cache_control",
-        "container",
-        "context_management",
-        "max_tokens_to_sample",
-        "mcp_servers",
-        "output_config",
-        "output_format",
-        "stop_sequences",
-        "system",
-        "thinking",
+        *("anthropic_beta", "anthropic_version", "cache_control", "container"),
+        *("context_management", "max_tokens_to_sample", "mcp_servers", "output_config"),
+        *("output_format", "stop_sequences", "system", "thinking"),
     }
 )
 """Fields of Anthropic's messages."""
 
 VLLM: Final = frozenset(
     {
-        "data_parallel_rank",
-        "documents",
-        "ec_transfer_params",
-        "flat_logprobs",
-        "guided_decoding_backend",
-        "guided_whitespace_pattern",
-        "include_reasoning",
-        "kv_transfer_params",
-        "logits_processors",
-        "media_io_kwargs",
-        "mm_processor_kwargs",
-        "output_kind",
-        "structural_tag",
-        "thinking_token_budget",
-        "vllm_xargs",
+        *("data_parallel_rank", "documents", "ec_transfer_params", "flat_logprobs"),
+        *("guided_decoding_backend", "guided_whitespace_pattern", "include_reasoning"),
+        *("kv_transfer_params", "logits_processors", "media_io_kwargs", "mm_processor_kwargs"),
+        *("output_kind", "structural_tag", "thinking_token_budget", "vllm_xargs"),
     }
 )
 """Fields of vLLM's completions and chat completions."""
 
 ENDPOINTS: Final = frozenset(
     {
-        "add_generation_prompt",
-        "add_special_tokens",
-        "chat_template",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "echo",
-        "max_completion_tokens",
-        "messages",
-        "prompt",
-        "top_logprobs",
+        *("add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs"),
+        *("continue_final_message", "echo", "max_completion_tokens", "messages", "prompt"),
+        *("top_logprobs",),
     }
 )
 """Fields of either completions or chat completions."""

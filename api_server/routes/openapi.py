@@ -46,13 +46,10 @@ STRING: Final[Schema] = {"type": "string"}
 BOOLEAN: Final[Schema] = {"type": "boolean"}
 
 
-def an_object(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
+def an_object(*, optional: Mapping[str, Schema] | None = None, **required: Schema) -> Schema:
     """Return the schema of an object with these properties; later versions may add more."""
-    return {
-        "type": "object",
-        "properties": {**required, **(optional or {})},
-        "required": list(required),
-    }
+    properties = {**required, **(optional or {})}
+    return {"type": "object", "properties": properties, "required": list(required)}
 
 
 def a_list(of: Schema) -> Schema:
@@ -69,8 +66,10 @@ def one_of(*values: str) -> Schema:
 
 IDS: Final = a_list(INTEGER)
 USAGE: Final = an_object(
-    {"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER},
-    {"prompt_tokens_details": an_object({"cached_tokens": INTEGER})},
+    prompt_tokens=INTEGER,
+    completion_tokens=INTEGER,
+    total_tokens=INTEGER,
+    optional={"prompt_tokens_details": an_object(cached_tokens=INTEGER)},
 )
 _ENDING: Final = {
     "finish_reason": or_null(one_of("stop", "length", "tool_calls", "repetition", "abort")),
@@ -81,249 +80,195 @@ _ENDING: Final = {
 def _generated(object_name: str, choice: Schema) -> Schema:
     """Return the schema of a response with choices."""
     return an_object(
-        {
-            "id": STRING,
-            "object": one_of(object_name),
-            "created": INTEGER,
-            "model": STRING,
-            "choices": a_list(choice),
-            "usage": USAGE,
-        },
-        {"kv_transfer_params": an_object({})},
+        id=STRING,
+        object=one_of(object_name),
+        created=INTEGER,
+        model=STRING,
+        choices=a_list(choice),
+        usage=USAGE,
+        optional={"kv_transfer_params": an_object()},
     )
 
 
 COMPLETION: Final = _generated(
     "text_completion",
     an_object(
-        {"index": INTEGER, "text": STRING, **_ENDING},
-        {"logprobs": or_null(an_object({"tokens": a_list(STRING)})), "token_ids": IDS},
+        index=INTEGER,
+        text=STRING,
+        **_ENDING,
+        optional={"logprobs": or_null(an_object(tokens=a_list(STRING))), "token_ids": IDS},
     ),
 )
 _TOOL_CALL: Final = an_object(
-    {
-        "id": STRING,
-        "type": one_of("function"),
-        "function": an_object({"name": STRING, "arguments": STRING}),
-    }
+    id=STRING, type=one_of("function"), function=an_object(name=STRING, arguments=STRING)
 )
 CHAT_COMPLETION: Final = _generated(
     "chat.completion",
     an_object(
-        {
-            "index": INTEGER,
-            "message": an_object(
-                {"role": STRING, "content": or_null(STRING)},
-                {"reasoning": STRING, "tool_calls": a_list(_TOOL_CALL)},
-            ),
-            **_ENDING,
-        },
-        {"logprobs": or_null(an_object({"content": a_list(an_object({}))}))},
+        index=INTEGER,
+        message=an_object(
+            role=STRING,
+            content=or_null(STRING),
+            optional={"reasoning": STRING, "tool_calls": a_list(_TOOL_CALL)},
+        ),
+        **_ENDING,
+        optional={"logprobs": or_null(an_object(content=a_list(an_object())))},
     ),
 )
 INFILL: Final = an_object(
-    {},
-    {
+    optional={
         **dict.fromkeys(("index", "tokens_predicted", "tokens_evaluated"), INTEGER),
         **dict.fromkeys(("content", "model", "prompt", "stopping_word"), STRING),
         **dict.fromkeys(("stop", "has_new_line", "truncated"), BOOLEAN),
         "tokens": IDS,
         "tokens_cached": INTEGER,
         "stop_type": one_of("eos", "word", "limit"),
-        "generation_settings": an_object({}),
+        "generation_settings": an_object(),
         "timings": {"type": "object", "additionalProperties": NUMBER},
-        "completion_probabilities": a_list(an_object({"id": INTEGER, "logprob": NUMBER})),
-    },
+        "completion_probabilities": a_list(an_object(id=INTEGER, logprob=NUMBER)),
+    }
 )
 """Every field is optional: `response_fields` chooses."""
 RESPONSE_USAGE: Final = an_object(
-    {
-        "input_tokens": INTEGER,
-        "input_tokens_details": an_object({"cached_tokens": INTEGER}),
-        "output_tokens": INTEGER,
-        "output_tokens_details": an_object({"reasoning_tokens": INTEGER}),
-        "total_tokens": INTEGER,
-    }
+    input_tokens=INTEGER,
+    input_tokens_details=an_object(cached_tokens=INTEGER),
+    output_tokens=INTEGER,
+    output_tokens_details=an_object(reasoning_tokens=INTEGER),
+    total_tokens=INTEGER,
 )
 _IGNORED: Final = {"ignored_fields": a_list(STRING)}
-_ITEMS: Final = a_list(an_object({"type": STRING, "id": STRING}))
+_ITEMS: Final = a_list(an_object(type=STRING, id=STRING))
 RESPONSE: Final = an_object(
-    {
-        "id": STRING,
-        "object": one_of("response"),
-        "created_at": INTEGER,
-        "status": one_of("in_progress", "completed", "incomplete", "cancelled", "failed"),
-        "model": STRING,
-        "output": _ITEMS,
-        "tools": a_list(an_object({})),
-        "usage": or_null(RESPONSE_USAGE),
-        "error": or_null(an_object({"code": STRING, "message": STRING})),
-        "incomplete_details": or_null(an_object({"reason": STRING})),
-    },
-    _IGNORED,
+    id=STRING,
+    object=one_of("response"),
+    created_at=INTEGER,
+    status=one_of("in_progress", "completed", "incomplete", "cancelled", "failed"),
+    model=STRING,
+    output=_ITEMS,
+    tools=a_list(an_object()),
+    usage=or_null(RESPONSE_USAGE),
+    error=or_null(an_object(code=STRING, message=STRING)),
+    incomplete_details=or_null(an_object(reason=STRING)),
+    optional=_IGNORED,
 )
 COMPACTION: Final = an_object(
-    {
-        "id": STRING,
-        "object": one_of("response.compaction"),
-        "created_at": INTEGER,
-        "output": _ITEMS,
-        "usage": RESPONSE_USAGE,
-    }
+    id=STRING,
+    object=one_of("response.compaction"),
+    created_at=INTEGER,
+    output=_ITEMS,
+    usage=RESPONSE_USAGE,
 )
 INPUT_ITEMS: Final = an_object(
-    {
-        "object": one_of("list"),
-        "data": _ITEMS,
-        "first_id": or_null(STRING),
-        "last_id": or_null(STRING),
-        "has_more": BOOLEAN,
-    }
+    object=one_of("list"),
+    data=_ITEMS,
+    first_id=or_null(STRING),
+    last_id=or_null(STRING),
+    has_more=BOOLEAN,
 )
 MESSAGE: Final = an_object(
-    {
-        "id": STRING,
-        "type": one_of("message"),
-        "role": one_of("assistant"),
-        "model": STRING,
-        "content": a_list(an_object({"type": one_of("text", "thinking", "tool_use")})),
-        "stop_reason": STRING,
-        "stop_sequence": or_null(STRING),
-        "usage": an_object(
-            {
-                "input_tokens": INTEGER,
-                "cache_creation_input_tokens": INTEGER,
-                "cache_read_input_tokens": INTEGER,
-                "output_tokens": INTEGER,
-            }
-        ),
-    },
-    _IGNORED,
+    id=STRING,
+    type=one_of("message"),
+    role=one_of("assistant"),
+    model=STRING,
+    content=a_list(an_object(type=one_of("text", "thinking", "tool_use"))),
+    stop_reason=STRING,
+    stop_sequence=or_null(STRING),
+    usage=an_object(
+        input_tokens=INTEGER,
+        cache_creation_input_tokens=INTEGER,
+        cache_read_input_tokens=INTEGER,
+        output_tokens=INTEGER,
+    ),
+    optional=_IGNORED,
 )
 MESSAGE_ERROR: Final = an_object(
-    {
-        "type": one_of("error"),
-        "error": an_object({"type": STRING, "message": STRING}),
-        "request_id": STRING,
-    }
+    type=one_of("error"), error=an_object(type=STRING, message=STRING), request_id=STRING
 )
 MODEL_CARD: Final = an_object(
-    {
-        "id": STRING,
-        "object": one_of("model"),
-        "created": INTEGER,
-        "owned_by": STRING,
-        "root": STRING,
-        "parent": or_null(STRING),
-        "max_model_len": INTEGER,
-        "supported_tasks": a_list(STRING),
-        "input_modalities": a_list(one_of("text", "image")),
-        "default_sampling_params": {"type": "object", "additionalProperties": NUMBER},
-    }
+    id=STRING,
+    object=one_of("model"),
+    created=INTEGER,
+    owned_by=STRING,
+    root=STRING,
+    parent=or_null(STRING),
+    max_model_len=INTEGER,
+    supported_tasks=a_list(STRING),
+    input_modalities=a_list(one_of("text", "image")),
+    default_sampling_params={"type": "object", "additionalProperties": NUMBER},
 )
 ANTHROPIC_MODEL: Final = an_object(
-    {
-        "type": one_of("model"),
-        "id": STRING,
-        "display_name": STRING,
-        "created_at": STRING,
-        "lifecycle": one_of("active"),
-        "max_input_tokens": INTEGER,
-        "max_tokens": INTEGER,
-    }
+    type=one_of("model"),
+    id=STRING,
+    display_name=STRING,
+    created_at=STRING,
+    lifecycle=one_of("active"),
+    max_input_tokens=INTEGER,
+    max_tokens=INTEGER,
 )
 MODEL: Final = {"anyOf": [MODEL_CARD, ANTHROPIC_MODEL]}
 MODELS: Final = {
     "anyOf": [
-        an_object({"object": one_of("list"), "data": a_list(MODEL_CARD)}),
+        an_object(object=one_of("list"), data=a_list(MODEL_CARD)),
         an_object(
-            {
-                "data": a_list(ANTHROPIC_MODEL),
-                "has_more": BOOLEAN,
-                "first_id": or_null(STRING),
-                "last_id": or_null(STRING),
-            }
+            data=a_list(ANTHROPIC_MODEL),
+            has_more=BOOLEAN,
+            first_id=or_null(STRING),
+            last_id=or_null(STRING),
         ),
     ]
 }
 TOKENS: Final = an_object(
-    {
-        "count": INTEGER,
-        "max_model_len": INTEGER,
-        "tokens": IDS,
-        "token_strs": or_null(a_list(or_null(STRING))),
-    }
+    count=INTEGER, max_model_len=INTEGER, tokens=IDS, token_strs=or_null(a_list(or_null(STRING)))
 )
-_POOLING_USAGE: Final = an_object({"prompt_tokens": INTEGER, "total_tokens": INTEGER})
+_POOLING_USAGE: Final = an_object(prompt_tokens=INTEGER, total_tokens=INTEGER)
 
 
 def _pooled(entry: Schema) -> Schema:
     """Return the schema of a response with an entry for each text."""
     return an_object(
-        {
-            "id": STRING,
-            "object": one_of("list"),
-            "created": INTEGER,
-            "model": STRING,
-            "data": a_list(entry),
-            "usage": _POOLING_USAGE,
-        }
+        id=STRING,
+        object=one_of("list"),
+        created=INTEGER,
+        model=STRING,
+        data=a_list(entry),
+        usage=_POOLING_USAGE,
     )
 
 
 _NUMBERS: Final[Schema] = {"anyOf": [a_list(NUMBER), STRING]}
 EMBEDDINGS: Final = _pooled(
-    an_object({"object": one_of("embedding"), "index": INTEGER, "embedding": _NUMBERS})
+    an_object(object=one_of("embedding"), index=INTEGER, embedding=_NUMBERS)
 )
 POOLED: Final = _pooled(
     an_object(
-        {
-            "object": one_of("pooling"),
-            "index": INTEGER,
-            "data": {"anyOf": [a_list(NUMBER), a_list(a_list(NUMBER)), STRING]},
-        }
+        object=one_of("pooling"),
+        index=INTEGER,
+        data={"anyOf": [a_list(NUMBER), a_list(a_list(NUMBER)), STRING]},
     )
 )
 CLASSES: Final = _pooled(
-    an_object(
-        {
-            "index": INTEGER,
-            "label": or_null(STRING),
-            "probs": a_list(NUMBER),
-            "num_classes": INTEGER,
-        }
+    an_object(index=INTEGER, label=or_null(STRING), probs=a_list(NUMBER), num_classes=INTEGER)
+)
+SCORES: Final = _pooled(an_object(object=one_of("score"), index=INTEGER, score=NUMBER))
+RANKING: Final = an_object(
+    id=STRING,
+    model=STRING,
+    results=a_list(
+        an_object(
+            index=INTEGER, relevance_score=NUMBER, optional={"document": an_object(text=STRING)}
+        )
+    ),
+    usage=_POOLING_USAGE,
+)
+EVENT: Final = an_object(data=STRING)
+"""An event of a stream: JSON in a string, or [DONE]."""
+TEXT: Final = an_object(prompt=STRING)
+ERROR: Final = an_object(
+    error=an_object(
+        message=STRING, type=STRING, param=or_null(STRING), code={"anyOf": [INTEGER, STRING]}
     )
 )
-SCORES: Final = _pooled(an_object({"object": one_of("score"), "index": INTEGER, "score": NUMBER}))
-RANKING: Final = an_object(
-    {
-        "id": STRING,
-        "model": STRING,
-        "results": a_list(
-            an_object(
-                {"index": INTEGER, "relevance_score": NUMBER},
-                {"document": an_object({"text": STRING})},
-            )
-        ),
-        "usage": _POOLING_USAGE,
-    }
-)
-EVENT: Final = an_object({"data": STRING})
-"""An event of a stream: JSON in a string, or [DONE]."""
-TEXT: Final = an_object({"prompt": STRING})
-ERROR: Final = an_object(
-    {
-        "error": an_object(
-            {
-                "message": STRING,
-                "type": STRING,
-                "param": or_null(STRING),
-                "code": {"anyOf": [INTEGER, STRING]},
-            }
-        )
-    }
-)
-READINESS: Final = an_object({"ready": BOOLEAN, "reasons": a_list(STRING)})
+READINESS: Final = an_object(ready=BOOLEAN, reasons=a_list(STRING))
 
 
 _REFS: Final = "#/components/schemas/{model}"
@@ -354,7 +299,7 @@ class Operation:
     unready: Schema | None = None
 
 
-_STATUS: Final = an_object({"status": STRING})
+_STATUS: Final = an_object(status=STRING)
 _TRUTH: Final = one_of("true", "false", "1", "0")
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/v1/completions", "post"): Operation((CompletionRequest,), COMPLETION, streams=True),
@@ -364,7 +309,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ),
     ("/v1/responses", "post"): Operation((ResponsesRequest,), RESPONSE, streams=True),
     ("/v1/responses/input_tokens", "post"): Operation(
-        (ResponsesRequest,), an_object({"object": STRING, "input_tokens": INTEGER})
+        (ResponsesRequest,), an_object(object=STRING, input_tokens=INTEGER)
     ),
     ("/v1/responses/compact", "post"): Operation((CompactionRequest,), COMPACTION),
     ("/v1/responses/{response_id}/input_items", "get"): Operation(
@@ -373,14 +318,14 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ),
     ("/v1/responses/{response_id}", "get"): Operation(response=RESPONSE),
     ("/v1/responses/{response_id}", "delete"): Operation(
-        response=an_object({"id": STRING, "object": STRING, "deleted": BOOLEAN})
+        response=an_object(id=STRING, object=STRING, deleted=BOOLEAN)
     ),
     ("/v1/responses/{response_id}/cancel", "post"): Operation(response=RESPONSE),
     ("/v1/messages", "post"): Operation(
         (MessagesRequest,), MESSAGE, streams=True, failure=MESSAGE_ERROR
     ),
     ("/v1/messages/count_tokens", "post"): Operation(
-        (CountTokensRequest,), an_object({"input_tokens": INTEGER}), failure=MESSAGE_ERROR
+        (CountTokensRequest,), an_object(input_tokens=INTEGER), failure=MESSAGE_ERROR
     ),
     ("/v1/embeddings", "post"): Operation((EmbeddingRequest,), EMBEDDINGS),
     ("/pooling", "post"): Operation((PoolingRequest,), POOLED),
@@ -391,36 +336,32 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/v1/rerank", "post"): Operation((RerankRequest,), RANKING),
     ("/v2/rerank", "post"): Operation((RerankRequest,), RANKING),
     ("/v1/models", "get"): Operation(
-        response=MODELS,
-        query={"limit": INTEGER, "after_id": STRING, "before_id": STRING},
+        response=MODELS, query={"limit": INTEGER, "after_id": STRING, "before_id": STRING}
     ),
     ("/v1/models/{name}", "get"): Operation(response=MODEL),
     ("/tokenize", "post"): Operation((TokenizeText, TokenizeChat), TOKENS),
     ("/detokenize", "post"): Operation((Detokenize,), TEXT),
-    ("/tokenizer_info", "get"): Operation(response=an_object({"tokenizer_class": STRING})),
+    ("/tokenizer_info", "get"): Operation(response=an_object(tokenizer_class=STRING)),
     ("/health", "get"): Operation(),
     ("/ping", "get"): Operation(),
     ("/ping", "post"): Operation(),
     ("/health/live", "get"): Operation(),
     ("/health/ready", "get"): Operation(response=READINESS, unready=READINESS),
-    ("/version", "get"): Operation(response=an_object({"version": STRING})),
-    ("/load", "get"): Operation(response=an_object({"server_load": INTEGER})),
-    ("/kv_event_sources", "get"): Operation(response=an_object({})),
+    ("/version", "get"): Operation(response=an_object(version=STRING)),
+    ("/load", "get"): Operation(response=an_object(server_load=INTEGER)),
+    ("/kv_event_sources", "get"): Operation(response=an_object()),
     ("/metrics", "get"): Operation(response=STRING, media_type="text/plain"),
     ("/admin/drain", "post"): Operation(response=_STATUS, status=202),
     ("/pause", "post"): Operation(
-        response=_STATUS,
-        query={"mode": one_of(*admin.PAUSES), "clear_cache": one_of("false", "0")},
+        response=_STATUS, query={"mode": one_of(*admin.PAUSES), "clear_cache": one_of("false", "0")}
     ),
     ("/resume", "post"): Operation(response=_STATUS),
-    ("/is_paused", "get"): Operation(response=an_object({"is_paused": BOOLEAN})),
+    ("/is_paused", "get"): Operation(response=an_object(is_paused=BOOLEAN)),
     ("/reset_prefix_cache", "post"): Operation(
         query={"reset_running_requests": _TRUTH, "reset_external": _TRUTH}
     ),
     ("/start_profile", "post"): Operation(response=_STATUS),
-    ("/stop_profile", "post"): Operation(
-        response=an_object({"status": STRING, "files": a_list(STRING)})
-    ),
+    ("/stop_profile", "post"): Operation(response=an_object(status=STRING, files=a_list(STRING))),
     ("/abort_requests", "post"): Operation((admin.AbortBody,), _STATUS, status=202),
     ("/v1/load_lora_adapter", "post"): Operation(
         (adapters.LoadBody,), STRING, media_type="text/plain"
@@ -429,11 +370,11 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         (adapters.UnloadBody,), STRING, media_type="text/plain"
     ),
     ("/lora-adapters", "get"): Operation(
-        response=a_list(an_object({"id": INTEGER, "path": STRING, "scale": NUMBER}))
+        response=a_list(an_object(id=INTEGER, path=STRING, scale=NUMBER))
     ),
-    ("/lora-adapters", "post"): Operation(response=an_object({"success": BOOLEAN})),
+    ("/lora-adapters", "post"): Operation(response=an_object(success=BOOLEAN)),
     ("/server_info", "get"): Operation(
-        response=an_object({name: an_object({}) for name in ("model", "engine", "config")})
+        response=an_object(**{name: an_object() for name in ("model", "engine", "config")})
     ),
 }
 

@@ -29,11 +29,7 @@ from api_server.generation.stream import TokenStream
 from api_server.http.connection import MAX_BODY_BYTES, Uploads
 from api_server.protocol.responses.request import parse_request
 from api_server.routes.common import REQUEST_ID_HEADER, add_header_fields
-from api_server.routes.responses import (
-    PreparedResponse,
-    conversation,
-    prepare_response,
-)
+from api_server.routes.responses import PreparedResponse, conversation, prepare_response
 from api_server.routes.websocket import accept_websocket, close_code, decode_message, receive_text
 from api_server.turns import current_client, run_for_body, run_in_turn
 from proto.errors import InternalRequestError, InvalidRequestError, RequestError

@@ -104,10 +104,7 @@ def build_conversation(
         documents=request.documents or None,
         add_generation_prompt=request.add_generation_prompt and not continues,
         continue_final_message=continues,
-        variables={
-            **variables,
-            **_client_variables(request.chat_template_kwargs, facts, ignored),
-        },
+        variables={**variables, **_client_variables(request.chat_template_kwargs, facts, ignored)},
     )
 
 

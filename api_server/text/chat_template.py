@@ -89,7 +89,10 @@ def template_facts(template: nodes.Template) -> TemplateFacts:
         takes_images=takes_parts and "image" in strings,
         call_id_length=_call_id_length(template),
         efforts=frozenset(OUTER_EFFORTS & strings),
-        renders_calls=any(_is_member(node, ("tool_calls",)) for node in _members(template)),
+        renders_calls=any(
+            _is_member(node, ("tool_calls",))
+            for node in template.find_all((nodes.Getattr, nodes.Getitem))
+        ),
         joins_arguments=any(
             _is_member(side, ("arguments",))
             for joined in template.find_all(nodes.Add)
@@ -97,11 +100,6 @@ def template_facts(template: nodes.Template) -> TemplateFacts:
         ),
         pairs_texts=set(PAIR_ROLES) <= strings,
     )
-
-
-def _members(template: nodes.Template) -> Iterator[nodes.Node]:
-    yield from template.find_all(nodes.Getattr)
-    yield from template.find_all(nodes.Getitem)
 
 
 def _content_loops(template: nodes.Template) -> Iterator[nodes.For]:

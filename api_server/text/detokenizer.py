@@ -31,11 +31,9 @@ class Detokenizer(Protocol):
 
     def decode_token(self, token_id: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
-        ...
 
     def flush_text(self) -> str:
         """Return the text that was held back, with U+FFFD for an incomplete character."""
-        ...
 
 
 class TokenBytes:

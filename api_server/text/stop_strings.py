@@ -36,7 +36,7 @@ class StopStrings:
         self._automaton = automaton or _Automaton(strings)
         self._includes_stop = includes_stop
         self._state = 0
-        self._held = ""
+        self._buffer = ""
 
     def filter_text(self, piece: str, *, min_tokens_reached: bool) -> tuple[str, str | None]:
         """Return (text that is certain, the stop string that ended it or None).
@@ -48,8 +48,8 @@ class StopStrings:
             return piece, None
         codes, branches, fallbacks = automaton.codes, automaton.branches, automaton.fallbacks
         found = automaton.found
-        text = self._held + piece
-        for end, character in enumerate(piece, start=len(self._held) + 1):
+        text = self._buffer + piece
+        for end, character in enumerate(piece, start=len(self._buffer) + 1):
             code = ord(character)
             while True:
                 if codes[state] == code:
@@ -63,17 +63,17 @@ class StopStrings:
             if found[state] < len(self._strings):
                 if min_tokens_reached:
                     stop = self._strings[found[state]]
-                    self._state, self._held = 0, ""
+                    self._state, self._buffer = 0, ""
                     return text[: end if self._includes_stop else end - len(stop)], stop
                 while codes[state] < 0 and state not in branches:  # none begins so that is longer
                     state = fallbacks[state]
         keep = automaton.lengths[state]
-        self._state, self._held = state, text[len(text) - keep :]
+        self._state, self._buffer = state, text[len(text) - keep :]
         return text[: len(text) - keep], None
 
-    def pop_held(self) -> str:
+    def pop_buffer(self) -> str:
         """Return the text that was held back; text that follows is another text."""
-        text, self._state, self._held = self._held, 0, ""
+        text, self._state, self._buffer = self._buffer, 0, ""
         return text
 
 

@@ -18,13 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, TextIO
 
 from deploy.bench.client import BenchClient, BenchRequest, Target
-from deploy.bench.datasets import (
-    MakePrompt,
-    RequestSizes,
-    Session,
-    SessionSeeds,
-    prompt_sessions,
-)
+from deploy.bench.datasets import MakePrompt, RequestSizes, Session, SessionSeeds, prompt_sessions
 from deploy.bench.stream import RequestResult
 from proto.errors import TokendError
 

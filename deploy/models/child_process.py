@@ -59,11 +59,7 @@ class UnreachableError(ModelError):
     """The hub of models cannot be reached."""
 
 
-ERRORS: Final = {
-    "error": ModelError,
-    "unknown": NotOnHubError,
-    "unreachable": UnreachableError,
-}
+ERRORS: Final = {"error": ModelError, "unknown": NotOnHubError, "unreachable": UnreachableError}
 """Kind of a message → the error that it is."""
 
 

@@ -11,7 +11,7 @@ from deploy.models.gguf_header import GgufHeader
 from proto.errors import ModelError, shown
 from proto.messages.pooling import Pooler, PoolerLayer, PoolingType
 from worker.models.families import FAMILIES, family_of
-from worker.models.families.base import WINDOWED_BASE, Family, Gguf, GgufMetadata
+from worker.models.families.base import GATING, WINDOWED_BASE, Family, Gguf, GgufMetadata
 
 _CONFIG_KEYS: Final = {
     "context_length": "max_position_embeddings",
@@ -96,7 +96,7 @@ def convert(path: str, header: GgufHeader) -> dict[str, Any]:
         "architectures": [next(iter(known.models))],
         "model_type": known.model_types[0],
         **family.settings,
-        **metadata.renamed({**_CONFIG_KEYS, **family.keys}),
+        **metadata.renamed({**_CONFIG_KEYS, **family.config_keys}),
         **{flag: tensor in metadata.shapes for flag, tensor in family.flags.items()},
     }
     if "vocab_size" not in config:
@@ -153,14 +153,14 @@ def _find_family(architecture: str, keys: Mapping[str, Any]) -> Family:
 
 def _refuse_unsupported(family: Gguf, metadata: GgufMetadata) -> None:
     """Raise ModelError for the first key that is not supported, or not with this value."""
-    supported = {*_SUPPORTED_KEYS, *family.keys, *family.other_keys}
+    supported = {*_SUPPORTED_KEYS, *family.config_keys, *family.other_keys}
     if metadata.only_pools:
         supported.update(_POOLING_MODEL_KEYS)
     values: dict[str, tuple[Any, ...]] = {
         "expert_count": (0,),
         _POOLING: tuple(_POOLING_TYPES),
         _CAUSAL: (not metadata.only_pools,),
-        **{key: (value,) for key, value in family.values.items()},
+        **({GATING: (family.gating,)} if family.gating else {}),
     }
     for key, value in metadata.keys.items():
         if key not in supported and value not in values.get(key, ()):

@@ -49,11 +49,7 @@ KIMI_K2_PIECES: Final = (
 _DEEPSEEK_WORDS: Final = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
 )
-_DEEPSEEK_V3: Final = (
-    r"\p{N}{1,3}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
-    rf"{_DEEPSEEK_WORDS}[\r\n]*|{_SPACES}",
-)
+_DEEPSEEK_V3: Final = (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", rf"{_DEEPSEEK_WORDS}[\r\n]*|{_SPACES}")
 _DEEPSEEK_LLM: Final = (
     *(r"[\r\n]", rf"\s?{_CASED}+", r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+"),
     *(r"\s+$", _HAN, _DIGIT),

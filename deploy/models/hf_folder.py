@@ -25,12 +25,7 @@ from deploy.models.prepared_folder import (
     as_model_error,
     is_token_id,
 )
-from deploy.models.vision_files import (
-    IMAGES_FILE,
-    PROCESSOR_FILE,
-    VisionContents,
-    read_vision,
-)
+from deploy.models.vision_files import IMAGES_FILE, PROCESSOR_FILE, VisionContents, read_vision
 from proto.errors import ModelError, shown
 from proto.messages.prepared_model import (
     CHAT_TEMPLATES,

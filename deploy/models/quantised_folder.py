@@ -178,10 +178,6 @@ def _fp8(keys: _Keys) -> Scheme:
     return Scheme(("fp8",), block=keys.block("weight_block_size"), inputs=inputs)
 
 
-def _fbgemm_fp8(keys: _Keys) -> Scheme:
-    return Scheme(("fp8",))
-
-
 def _awq(keys: _Keys) -> Scheme:
     keys.one_of("version", "gemm", "gemm", "GEMM")
     bits = keys.one_of("bits", None, 4)
@@ -204,10 +200,6 @@ def _bitsandbytes(keys: _Keys) -> Scheme:
     keys.one_of("bnb_4bit_quant_type", "fp4", "nf4", "fp4")
     keys.one_of("bnb_4bit_quant_storage", "uint8", "uint8")
     return Scheme(("nf4",))
-
-
-def _mxfp4(keys: _Keys) -> Scheme:
-    return Scheme(("mxfp4",))
 
 
 def _modelopt(keys: _Keys) -> Scheme:
@@ -300,11 +292,11 @@ METHODS: Final[Mapping[str, Callable[[_Keys], Scheme]]] = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
-    "fbgemm_fp8": _fbgemm_fp8,
+    "fbgemm_fp8": lambda keys: Scheme(("fp8",)),
     "fp8": _fp8,
     "gptq": _gptq,
     "modelopt": _modelopt,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda keys: Scheme(("mxfp4",)),
 }
 """quant_method → what its other keys say."""
 
@@ -422,11 +414,7 @@ def _describe_awq(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Descri
     _check_words(zeros, (groups, codes.shape[1]))
     _check_floats(scales, (groups, rows))
     group = _columns_of_group(columns, groups, scheme)
-    return (
-        _integer_type(bits, columns, group),
-        (rows, columns),
-        {"bits": bits, "group": group},
-    )
+    return (_integer_type(bits, columns, group), (rows, columns), {"bits": bits, "group": group})
 
 
 def _describe_rows(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Described:

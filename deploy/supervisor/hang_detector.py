@@ -104,11 +104,6 @@ class HangDetector:
         self._reported_at = 0.0
         self._engine_owes_since = math.inf
 
-    @property
-    def interval(self) -> float:
-        """Maximum seconds until the next call."""
-        return self._limits.interval
-
     def watch(self, process: Process) -> None:
         role, _ = process
         self._states[process] = _ProcessState(math.inf if role == "worker" else self._read_clock())

@@ -55,7 +55,7 @@ def listen(host: str, port: int, flag: str = "port") -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}", "host") from None
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -97,7 +97,7 @@ def _unix_listener(path: str) -> Iterator[socket.socket]:
     """Listen on a Unix socket of mode 0600, in place of one that no process listens on any more."""
 
     def refused(why: str | None) -> ConfigError:
-        return ConfigError(f"--admin-socket {path}: {why}", "admin_socket")
+        return ConfigError(f"--admin-socket {path}: {why}")
 
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         raise refused(f"the path is longer than {_SOCKET_PATH_BYTES} bytes")
@@ -209,8 +209,7 @@ def check_length(config: ServeConfig, model: PreparedModel) -> None:
     if length is not None and length > model.max_position:
         raise ConfigError(
             f"--max-model-len {length} is more than the {model.max_position} positions "
-            f"that {model.name} supports",
-            "max_model_len",
+            f"that {model.name} supports"
         )
 
 

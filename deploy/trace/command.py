@@ -78,7 +78,7 @@ def _ids_in(name: str) -> list[str]:
         text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-        raise ConfigError(f"--job-ids {name}: {reason}", "job_ids") from None
+        raise ConfigError(f"--job-ids {name}: {reason}") from None
     return [line for line in text.splitlines() if line]
 
 

@@ -28,24 +28,8 @@ from proto.messages.sched_trace import (
 )
 
 STEP_COLUMNS: Final = (
-    "step",
-    "prefill",
-    "decode",
-    "running",
-    "waiting",
-    "blocked",
-    "free",
-    "cached",
-    "requests",
-    "held",
-    "pinned",
-    "local",
-    "external",
-    "preempted",
-    "limit",
-    "host",
-    "others",
-    "kept",
+    *("step", "prefill", "decode", "running", "waiting", "blocked", "free", "cached", "requests"),
+    *("held", "pinned", "local", "external", "preempted", "limit", "host", "others", "kept"),
 )
 """Integers per step. prefill, decode, local, external: tokens. limit: index in `limits`. host,
 others: blocks with KV in host memory, and on other media of the connector. kept: sequences that

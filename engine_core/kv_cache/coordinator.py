@@ -14,7 +14,8 @@ from engine_core.block_hashing import GroupKeys
 from engine_core.kv_cache.events import PoolObserver, make_pool
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.groups import CacheGroup, RecurrentStateGroup, group_class
-from engine_core.kv_cache.pool import BlockPool, HashedTokens
+from engine_core.kv_cache.pool import BlockPool
+from engine_core.request import Request
 from proto.messages.lifecycle import KVGroup as KVGroupSpec
 from proto.messages.scheduler_output import BlockIds
 
@@ -213,7 +214,7 @@ class KVCacheCoordinator:
     def allocate_blocks(self, seq_id: int, num_tokens: int) -> BlockIds:
         return [group.allocate_blocks(seq_id, num_tokens) for group in self.groups]
 
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         """Make the blocks that the first `num_tokens` tokens fill findable, in every group.
 
         Returns a number of tokens: while the sequence has fewer, no group has work.

@@ -14,7 +14,8 @@ from typing import Final, NamedTuple
 
 from engine_core.block_hashing import ExtraKeys, GroupKeys, split_key
 from engine_core.kv_cache.free_queue import NULL_BLOCK
-from engine_core.kv_cache.pool import BlockPool, HashedTokens
+from engine_core.kv_cache.pool import BlockPool
+from engine_core.request import Request
 from proto.messages.kv_events import (
     DEVICE_MEDIUM,
     AllBlocksCleared,
@@ -43,7 +44,7 @@ class PoolObserver:
         """Blocks were added to the free queue; those with a hash can still be found."""
 
     def stored(
-        self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
+        self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: Request
     ) -> None:
         """The blocks [first, end) of a block table, first < end, have become findable."""
 
@@ -90,7 +91,7 @@ class ObservedBlockPool(BlockPool):
             observer.freed(free)
 
     def cache_full_blocks(
-        self, table: list[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
+        self, table: list[int], first: int, end: int, keys: GroupKeys, content: Request
     ) -> None:
         super().cache_full_blocks(table, first, end, keys, content)
         if first < end:
@@ -140,7 +141,7 @@ class StoredBlocks(NamedTuple):
     factor: int = 1
 
     def event(
-        self, geometry: KVCacheGeometry, content: HashedTokens, first: int, end: int
+        self, geometry: KVCacheGeometry, content: Request, first: int, end: int
     ) -> BlockStored:
         """Return the event of the blocks [first, end) of a sequence.
 
@@ -189,7 +190,7 @@ class KVEventLog(PoolObserver):
         return events
 
     def stored(
-        self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
+        self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: Request
     ) -> None:
         blocks = StoredBlocks(DEVICE_MEDIUM, keys.number, keys.block_size)
         self._events.append(blocks.event(self._geometry, content, first, end))
@@ -330,7 +331,7 @@ class ReusableBlockCounter(PoolObserver):
         self._idle.update(self._findable.intersection(blocks))
 
     def stored(
-        self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
+        self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: Request
     ) -> None:
         self._findable.update(block for block in islice(table, first, end) if block != NULL_BLOCK)
 

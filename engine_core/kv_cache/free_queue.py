@@ -225,10 +225,7 @@ class LRUFreeQueue(FreeBlockQueue):
             before, block = block, next_of[block]
         if prev_of[NULL_BLOCK] != before:
             says = f"says that it ends with {prev_of[NULL_BLOCK]}"
-            yield (
-                NULL_BLOCK,
-                f"broken link: the free queue ends with block {before}, but {says}",
-            )
+            yield (NULL_BLOCK, f"broken link: the free queue ends with block {before}, but {says}")
 
 
 class OrderedFreeQueue(FreeBlockQueue):

@@ -18,7 +18,8 @@ from typing import Final
 
 from engine_core.block_hashing import GroupKeys, split_key
 from engine_core.kv_cache.free_queue import NULL_BLOCK
-from engine_core.kv_cache.pool import BlockPool, HashedTokens, TransferRefs
+from engine_core.kv_cache.pool import BlockPool, TransferRefs
+from engine_core.request import Request
 from proto.messages.lifecycle import NOT_CACHED, RECURRENT_STATE, slots_per_sequence
 from proto.messages.lifecycle import KVGroup as KVGroupSpec
 
@@ -112,7 +113,7 @@ class CacheGroup(ABC):
         """Append new blocks until the table has room for `num_tokens`; return the new ones."""
 
     @abstractmethod
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         """Make the blocks that the first `num_tokens` tokens fill findable, if caching is enabled.
 
         Returns how many tokens, lookahead included, the sequence must have before another call of
@@ -226,7 +227,7 @@ class FullAttentionGroup(CacheGroup):
         blocks.extend(new_blocks)
         return new_blocks
 
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         sequence = self._sequences[seq_id]
         block_size = self.block_size
         room_ends = len(sequence.blocks) * block_size + 1
@@ -407,7 +408,7 @@ class SlidingWindowGroup(FullAttentionGroup):
         blocks[start:end] = [NULL_BLOCK] * (end - start)
         sequence.num_skipped = end
 
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         """As for full attention, but also ends where the window leaves one more block behind."""
         unchanged_below = super().cache_full_blocks(seq_id, content, num_tokens)
         skips = (self._sequences[seq_id].num_skipped + 1) * self.block_size + self._window
@@ -442,7 +443,7 @@ class UncachedGroup(FullAttentionGroup):
     def allocate_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
         return []
 
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         return _NEVER
 
     def violations(self, seq_id: int, unchanged_below: int) -> list[str]:
@@ -479,16 +480,16 @@ class RecurrentStateGroup(CacheGroup):
     """Slots with the states of layers that keep one state of a sequence instead of its KV.
 
     Entry i of a block table is the slot with the state after the last computed token of block i;
-    null if it is not held. A step that computes the tokens [first, end) begins with the state of
+    null if it is in none. A step that computes the tokens [first, end) begins with the state of
     the block of token first - 1, and writes the states of all blocks of its tokens with a slot:
 
         computed   | . . . . | . . . . | . . . . | . .          next position 14, blocks of 4
         table      |    0    |    0    |    9    |  4 |
-                                         ^ held at the last end of a block: what a next turn finds
+                                         ^ kept at the last end of a block: what a next turn finds
 
     A sequence that runs may always have `slots_per_sequence` slots: the current state and the one
     at the last end of a block.
-    States at other ends of blocks are held as long as there are slots for them: of the last block
+    States at other ends of blocks are kept as long as there are slots for them: of the last block
     before a chunk's last token, from which the same prompt goes on when it comes again, and states
     that other requests will look for (`want_state`). A freed state stays in the prefix index
     if a prompt ended there or another request wants it; others are removed from it and overwritten
@@ -545,7 +546,7 @@ class RecurrentStateGroup(CacheGroup):
         num_released = 0 if sequence is None else self._charge_of(sequence)
         return self._num_spare + num_released > 0
 
-    def held_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
+    def storable_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
         """Return (index of the block, slot) of the states of a sequence that are worth storing.
 
         num_tokens: computed. ends: the sequence has ended, and the last state is one of them.
@@ -576,11 +577,12 @@ class RecurrentStateGroup(CacheGroup):
         if is_loaded:
             sequence.kept.add(index)
 
-    def want_state(self, seq_id: int, num_tokens: int, content: HashedTokens | None = None) -> bool:
-        """Hold the state after these tokens, whole blocks, when it is computed.
+    def want_state(self, seq_id: int, num_tokens: int, content: Request | None = None) -> bool:
+        """Keep the state after these tokens, whole blocks, when it is computed.
 
         content: of the sequence; None before its first step is planned.
-        Returns whether it is held, or will be unless other sequences take the last slots before.
+        Returns whether it is in a slot, or will be unless other sequences take the last slots
+        before.
         A state that the step in planning passes gets a slot now, if one is free; the state of an
         earlier step that had none is lost.
         """
@@ -680,7 +682,7 @@ class RecurrentStateGroup(CacheGroup):
         self._planned[seq_id] = first, new
         return new
 
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+    def cache_full_blocks(self, seq_id: int, content: Request, num_tokens: int) -> int:
         sequence = self._record(seq_id)
         assert sequence is not None
         block_size = self.block_size

@@ -18,12 +18,7 @@ from engine_core.kv_cache.coordinator import (
     make_groups,
     max_blocks_of_request,
 )
-from engine_core.kv_cache.events import (
-    NO_RESIDENCY,
-    PoolObserver,
-    ResidencyMeter,
-    make_pool,
-)
+from engine_core.kv_cache.events import NO_RESIDENCY, PoolObserver, ResidencyMeter, make_pool
 from engine_core.kv_cache.groups import CacheGroup, FullAttentionGroup, RecurrentStateGroup
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
@@ -410,12 +405,12 @@ class KVCacheManager:
         """Return whether a copy may reference a state of a sequence; ends: it is about to end."""
         return all(group.can_copy(seq_id, ends=ends) for group in self.state_groups)
 
-    def held_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
+    def storable_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
         """Return (index of the block, slot) of the states of a sequence that are worth storing."""
         return [
             state
             for group in self.state_groups
-            for state in group.held_states(seq_id, num_tokens, ends=ends)
+            for state in group.storable_states(seq_id, num_tokens, ends=ends)
         ]
 
     def _refs_of(self, group: CacheGroup) -> TransferRefs:

@@ -18,11 +18,11 @@ when it loses its hash otherwise. Blocks in use are reclaimed from retained pref
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
-from engine_core.block_hashing import ExtraKeys, GroupKeys
+from engine_core.block_hashing import GroupKeys
 from engine_core.kv_cache.free_queue import NULL_BLOCK, FreeBlockQueue, make_free_queue
 from engine_core.kv_cache.prefix_index import PrefixIndex
+from engine_core.request import Request
 
 
 class RetainedBlocks:
@@ -106,21 +106,6 @@ def reference_tables(counts: Mapping[int, int]) -> list[list[int]]:
         tables.append(blocks)
         level += 1
     return tables
-
-
-class HashedTokens(Protocol):
-    """The content of a sequence's blocks: a request, or what a test puts in its place.
-
-    all_token_ids: tokens of the whole sequence. block_hashes: hashes of its full blocks.
-    extra_keys: what besides the tokens is in the hashes.
-    """
-
-    all_token_ids: list[int]
-    extra_keys: ExtraKeys
-
-    @property
-    def block_hashes(self) -> list[bytes]:
-        """Computed as far as needed when read."""
 
 
 class BlockPool:
@@ -225,7 +210,7 @@ class BlockPool:
         self.index.insert(key, block)
 
     def cache_full_blocks(
-        self, table: list[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
+        self, table: list[int], first: int, end: int, keys: GroupKeys, content: Request
     ) -> None:
         """Make the blocks [first, end) of a block table findable."""
         block_hashes = content.block_hashes

@@ -14,11 +14,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
 from proto.errors import ConfigError
-from proto.messages.kv_connector import (
-    NO_PAYLOAD,
-    KVConnectorOutput,
-    Payload,
-)
+from proto.messages.kv_connector import NO_PAYLOAD, KVConnectorOutput, Payload
 from proto.messages.kv_events import KVEvent
 from proto.messages.lifecycle import KVCacheGeometry
 from proto.messages.scheduler_output import BlockIds, SchedulerOutput
@@ -29,11 +25,11 @@ from proto.settings.config import ServeConfig
 from proto.settings.kv_transfer_config import FIELD, KVTransferConfig
 
 
-class HeldPrefix(NamedTuple):
-    """What the pools hold of a request after its cached prefix, in a model with recurrent states.
+class DevicePrefix(NamedTuple):
+    """What the pools have of a request after its cached prefix, in a model with recurrent states.
 
     num_with_kv: its first tokens with KV, states or not. state_ends: numbers of its first tokens
-    after which a state is held; more than the cached prefix has.
+    after which a pool has a state; more than the cached prefix has.
     """
 
     num_with_kv: int
@@ -110,7 +106,7 @@ class SchedulerConnector:
         return NO_MATCH
 
     def match_with_states(
-        self, request: Request, num_computed_tokens: int, held: HeldPrefix
+        self, request: Request, num_computed_tokens: int, on_device: DevicePrefix
     ) -> Match:
         """Return the same for a model with recurrent states.
 

@@ -12,7 +12,7 @@ from typing import Any
 from engine_core.kv_connector.base import (
     NO_MATCH,
     NOT_KNOWN_YET,
-    HeldPrefix,
+    DevicePrefix,
     Match,
     SchedulerConnector,
     SchedulerContext,
@@ -69,12 +69,12 @@ class MultiScheduler(SchedulerConnector):
         )
 
     def match_with_states(
-        self, request: Request, num_computed_tokens: int, held: HeldPrefix
+        self, request: Request, num_computed_tokens: int, on_device: DevicePrefix
     ) -> Match:
         return self._choose(
             request,
             [
-                child.match_with_states(request, num_computed_tokens, held)
+                child.match_with_states(request, num_computed_tokens, on_device)
                 for child in self.children
             ],
         )

@@ -23,7 +23,6 @@ class AdmissionRule(Protocol):
 
         Fewer free blocks must never turn a refusal into an admission.
         """
-        ...
 
 
 class KVWatermarks:

@@ -24,12 +24,7 @@ from typing import ClassVar
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
-from engine_core.kv_connector.base import (
-    NO_CONNECTOR,
-    HeldPrefix,
-    Match,
-    SchedulerConnector,
-)
+from engine_core.kv_connector.base import NO_CONNECTOR, DevicePrefix, Match, SchedulerConnector
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import (
     Candidate,
@@ -492,8 +487,8 @@ class KVTransferManager(SchedulerFeature):
         num_with_kv = num_local
         if candidate.computed.kv_after:
             num_with_kv = candidate.computed.num_with_kv
-        held = HeldPrefix(num_with_kv, kv_cache.state_ends(request, num_local))
-        return self.connector.match_with_states(request, num_local, held)
+        on_device = DevicePrefix(num_with_kv, kv_cache.state_ends(request, num_local))
+        return self.connector.match_with_states(request, num_local, on_device)
 
     def _may_load(self, candidate: Candidate) -> bool:
         """Return whether the connector is asked: not for requests with blocks or a failed load."""

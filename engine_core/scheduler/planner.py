@@ -78,8 +78,7 @@ class _Refusal:
 class StepPlanner:
     """Fills the plan of a step while its tokens, sequences, positions and blocks last.
 
-    held: sequences that wait for a mask (`Grammars`). encoder_inputs: None for a model without
-    images.
+    awaiting_mask: see `Grammars`. encoder_inputs: None for a model without images.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class StepPlanner:
         throttle: PrefillThrottle,
         speculation: SpeculativeDecoding,
         kv_transfer: KVTransferManager,
-        held: set[int],
+        awaiting_mask: set[int],
         encoder_inputs: EncoderInputs | None,
     ) -> None:
         self._waiting = lifecycle.waiting
@@ -110,7 +109,7 @@ class StepPlanner:
         self._max_running = min(config.max_num_seqs, chunks.token_budget - num_whole + 1)
         self._encoder_inputs = encoder_inputs
         self._rules = rules_of(config, kv_cache, self._running, preemption.watermarks)
-        self._held = held
+        self._awaiting_mask = awaiting_mask
         self._preemption = preemption
         self._non_running_blocks = preemption.non_running_blocks
         self._fairness = fairness
@@ -284,13 +283,14 @@ class StepPlanner:
         Preemption may remove requests from the list, before the position and after it. Most of
         the time of schedule() is spent in this loop, so what it reads often is in local variables.
         """
-        running, longest_chunk, held = self._running, self._chunks.longest_chunk, self._held
+        running, longest_chunk = self._running, self._chunks.longest_chunk
+        awaiting_mask = self._awaiting_mask
         allocate_slots, encoder_inputs = self._kv_cache.allocate_slots, self._encoder_inputs
         budget, prompt_budget = plan.budget, plan.prompt_budget
         while position < end and budget > 0:
             request = running[position]
             position += 1
-            if held and request.seq_id in held:
+            if awaiting_mask and request.seq_id in awaiting_mask:
                 continue
             num_tokens = len(request.all_token_ids)
             num_drafts = len(request.spec_token_ids)

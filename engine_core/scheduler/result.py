@@ -24,12 +24,7 @@ from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle, completion
 from engine_core.scheduler.step_plan import num_sampled_positions
 from proto.errors import ErrorInfo, ProtocolError, shown
-from proto.messages.engine_io import (
-    EngineCoreOutput,
-    FinishReason,
-    LogprobsArrays,
-    RoutedExperts,
-)
+from proto.messages.engine_io import EngineCoreOutput, FinishReason, LogprobsArrays, RoutedExperts
 from proto.messages.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.messages.scheduler_output import SchedulerOutput
 
@@ -139,10 +134,6 @@ class RowExtras:
         self.for_clients = bool(self.logprobs or self.prompt_logprobs or self.experts)
         self.pooled = {row.seq_id: row.data for row in result.pooler_outputs}
         self.drafts = output.drafts if output.spec_decode_seq_ids else {}
-
-    def has_prompt_extras(self, seq_id: int) -> bool:
-        """Return whether a row without sampled tokens has something for the client."""
-        return seq_id in self.prompt_logprobs or seq_id in self.experts
 
     def cut_row(self, seq_id: int, num_tokens: int, num_cut: int) -> None:
         """Drop what belongs to the last `num_cut` tokens of a row; `num_tokens` stay."""
@@ -328,7 +319,7 @@ class ResultPass:
             token_ids = self._accept_tokens(request, token_ids, num_positions - 1, extras)
             num_accepted = min(num_new - 1, len(token_ids))  # the last sampled one is no draft
             has_ended = request.is_finished
-        elif not extras.has_prompt_extras(request.seq_id):
+        elif request.seq_id not in extras.prompt_logprobs and request.seq_id not in extras.experts:
             return
         if self._learns_outputs and num_new and not has_ended:
             self._speculation.add_outputs(request, num_new)

@@ -199,7 +199,7 @@ class Scheduler:
         self._prefill_throttle = PrefillThrottle(
             self._chunks.token_budget, config.max_prefill_slowdown, chunked=self._chunks.chunked
         )
-        held: set[int] = set() if grammars is None else grammars.held
+        awaiting_mask: set[int] = set() if grammars is None else grammars.awaiting_mask
         self._speculation = SpeculativeDecoding(
             drafting,
             lifecycle,
@@ -212,7 +212,7 @@ class Scheduler:
                 config.stop_admission_above, config.preempt_above, 1.0 - config.watermark
             ),
             computes_ahead=self._async_scheduling,
-            held=held,
+            awaiting_mask=awaiting_mask,
         )
         self.adapters: AdapterGate | None = None
         if lora is not None:
@@ -235,7 +235,7 @@ class Scheduler:
         )
 
         # The first feature that blocks a request ends the question, so the order is:
-        # - A paused request is held for this reason alone, and no later feature begins anything.
+        # - A pause blocks a request alone: no later feature begins anything for it.
         # - While a suspect of crashes runs alone no other request may start, and front ends must
         #   know of a suspect before anything else is done for it.
         # - Features that block nothing. Sibling forks correct `num_cached_tokens` of a fork, so
@@ -290,7 +290,7 @@ class Scheduler:
             self._prefill_throttle,
             self._speculation,
             self.kv_transfer,
-            held,
+            awaiting_mask,
             self._encoder_inputs,
         )
         self._result_pass = ResultPass(

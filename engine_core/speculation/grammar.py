@@ -18,11 +18,9 @@ class ForcedTokenSource(Protocol):
 
     def has_grammar(self, request: Request) -> bool:
         """Return whether tokens may be forced; the same for all of the request's life."""
-        ...
 
     def forced_tokens(self, request: Request) -> list[int]:
         """Return the only tokens that can follow `request.all_token_ids`; empty at a choice."""
-        ...
 
 
 _CERTAINTY: Final = 0.999

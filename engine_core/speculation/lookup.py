@@ -279,12 +279,7 @@ class SuffixProposer:
         self._indexes = RequestIndexes(self._new_request_index, memory or IndexMemory())
         self._outputs: OrderedDict[OutputKey, TenantOutputs] = OrderedDict()  # oldest use first
         self._tenant_bytes: dict[int, int] = {}
-        self._num_output_bytes = 0
-
-    @property
-    def num_output_bytes(self) -> int:
-        """Bytes of memory of earlier outputs."""
-        return self._num_output_bytes
+        self.num_output_bytes = 0
 
     def begin_step(self) -> None:
         self._indexes.begin_step()
@@ -339,7 +334,7 @@ class SuffixProposer:
     def forget_outputs(self) -> None:
         self._outputs.clear()
         self._tenant_bytes.clear()
-        self._num_output_bytes = 0
+        self.num_output_bytes = 0
 
     def _keep_output(self, key: OutputKey, request: Request) -> None:
         """Add the outputs to those of the tenant; evict some of the largest tenant's if needed."""
@@ -349,7 +344,7 @@ class SuffixProposer:
         outputs.add_output(request, self._depth)
         self._outputs[key] = outputs
         self._count_bytes(key, outputs.index.num_bytes)
-        while self._num_output_bytes > self._max_output_bytes and len(self._outputs) > 1:
+        while self.num_output_bytes > self._max_output_bytes and len(self._outputs) > 1:
             self._pop_outputs(self._next_evicted())
 
     def _next_evicted(self) -> OutputKey:
@@ -369,7 +364,7 @@ class SuffixProposer:
     def _count_bytes(self, key: OutputKey, num_bytes: int) -> None:
         """Count bytes of a tenant's outputs; negative for those that are evicted."""
         tenant = key[0]
-        self._num_output_bytes += num_bytes
+        self.num_output_bytes += num_bytes
         self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + num_bytes
         if self._tenant_bytes[tenant] == 0:
             del self._tenant_bytes[tenant]

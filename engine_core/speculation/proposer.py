@@ -71,18 +71,15 @@ class Proposer(Protocol):
 
     def begin_step(self) -> None:
         """Do a part of work that would be too long for one step."""
-        ...
 
     def begin_request(self, request: Request) -> bool:
         """Learn the prompt and the outputs so far; `request.all_token_ids` has both.
 
         Return whether there may be drafts for it; if not, its other methods are not called.
         """
-        ...
 
     def add_outputs(self, request: Request, num_new: int) -> None:
         """Learn the last `num_new` tokens of `request.all_token_ids`, which are verified."""
-        ...
 
     def propose(self, request: Request, max_tokens: int) -> Draft | None:
         """Return a draft of 1 to `max_tokens` tokens to follow `request.all_token_ids`.
@@ -90,12 +87,9 @@ class Proposer(Protocol):
         The acceptance probabilities are what the proposer expects before it is known how often it
         was right.
         """
-        ...
 
     def end_request(self, request: Request) -> None:
         """Forget what is kept of a request alone; its status says whether it has finished."""
-        ...
 
     def forget_outputs(self) -> None:
         """Forget what was learnt from requests that have ended."""
-        ...

@@ -28,27 +28,22 @@ class SuffixIndex(Protocol):
     @property
     def num_tokens(self) -> int:
         """Number of tokens and separators in it."""
-        ...
 
     @property
     def end(self) -> int:
         """Position of the next token, counted from the first one ever."""
-        ...
 
     @property
     def num_bytes(self) -> int: ...
 
     def extend(self, token_ids: list[int], start: int, end: int) -> None:
         """Append token_ids[start:end]. An id is in [0, 2^32 - 1), otherwise OverflowError."""
-        ...
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for this many more tokens, so that adding them in parts moves none."""
-        ...
 
     def separate(self) -> None:
         """Begin another sequence; matches and drafts end at its borders."""
-        ...
 
     def forget_before(self, position: int) -> None: ...
 
@@ -61,13 +56,11 @@ class SuffixIndex(Protocol):
         the one wins whose draft has the highest sum of probabilities. A probability is the share
         of the occurrences that went on with the token and all before it.
         """
-        ...
 
     def lookup(
         self, source: "SuffixIndex", max_tokens: int
     ) -> tuple[int, list[int], list[float]] | None:
         """Return what followed the longest match, the most recent one of equally long ones."""
-        ...
 
 
 MakeSuffixIndex = Callable[..., SuffixIndex]

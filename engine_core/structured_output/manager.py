@@ -20,7 +20,7 @@ the mask is there. A step never waits for a row of a grammar that was slow
 most. A request whose mask takes longer than MAX_LATE_SECONDS ends with an error.
 
     row of a slow grammar   planned ─▶ result ─▶ mask ─▶ planned ─▶ …
-    in `held`               |------------------------|   |-----
+    in `awaiting_mask`      |------------------------|   |-----
 
 Only these threads advance matchers, by tokens that the engine has accepted; tokens that it dropped
 never reach a matcher, so nothing is ever rolled back. The tokens of a draft are consumed by copies,
@@ -187,8 +187,8 @@ class StructuredOutputManager:
 
     The scheduler asks it which requests wait (`scheduler/features/grammars.py`). Matchers outlive
     preemptions and workers. descriptor: readable when `pop_compiled_requests` or `pop_masks` has
-    something to return. held: sequences that wait for a mask, and those of slow grammars from the
-    plan of a step on. num_threads: that share the masks of a step.
+    something to return. awaiting_mask: sequences that wait for a mask, and those of slow grammars
+    from the plan of a step on. num_threads: that share the masks of a step.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class StructuredOutputManager:
         num_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.held: set[int] = set()
+        self.awaiting_mask: set[int] = set()
         self._clock = clock
         self._compiler = compiler
         self._event_fd = event_fd
@@ -310,7 +310,7 @@ class StructuredOutputManager:
         needs_task = row is not None and not (row.task or row.has_mask or row.num_in_flight)
         if row is not None and needs_task and row.cost.is_slow:
             self._threads.submit([], [self._begin_late(row)])
-        return seq_id in self._blocked or seq_id in self.held
+        return seq_id in self._blocked or seq_id in self.awaiting_mask
 
     def pop_unblocked(self) -> list[Request]:
         """Return requests that wait no longer since the last call; some may have ended.
@@ -323,7 +323,7 @@ class StructuredOutputManager:
 
     def forget_request(self, request: Request) -> None:
         row = self._rows.pop(request.seq_id, None)
-        self.held.discard(request.seq_id)
+        self.awaiting_mask.discard(request.seq_id)
         self._late.pop(request.seq_id, None)
         if row is not None and row.task is not None:
             self._threads.discard(row.task)
@@ -356,7 +356,7 @@ class StructuredOutputManager:
             row = self._rows[seq_id]
             row.num_in_flight += 1
             if row.cost.is_slow:
-                self.held.add(seq_id)
+                self.awaiting_mask.add(seq_id)
         return seq_ids
 
     def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
@@ -486,24 +486,29 @@ class StructuredOutputManager:
             if row.task is not None and seq_id not in self._late:
                 self._hold(row)
             row.num_in_flight = 0
-        self._begin_next_masks(list(self.held))
+        self._begin_next_masks(list(self.awaiting_mask))
 
     def end_step(self, seq_ids: Sequence[int]) -> None:
-        """Have the next masks of held sequences computed, after the result of a step.
+        """Have the next masks of sequences that await one computed, after the result of a step.
 
         seq_ids: the constrained sequences of the step.
         """
         for seq_id in seq_ids:
             if (row := self._rows.get(seq_id)) is not None:
                 row.num_in_flight -= 1
-        if self.held:
+        if self.awaiting_mask:
             self._begin_next_masks(seq_ids)
 
     def _begin_next_masks(self, seq_ids: Sequence[int]) -> None:
         tasks = []
         for seq_id in seq_ids:
             row = self._rows.get(seq_id)
-            if row is None or row.task is not None or row.num_in_flight or seq_id not in self.held:
+            if (
+                row is None
+                or row.task is not None
+                or row.num_in_flight
+                or seq_id not in self.awaiting_mask
+            ):
                 continue
             if row.has_mask:  # the result was ignored
                 self._release(row)
@@ -536,14 +541,14 @@ class StructuredOutputManager:
         return row.begin_task([])
 
     def _hold(self, row: _ConstrainedRow) -> None:
-        self.held.add(row.request.seq_id)
+        self.awaiting_mask.add(row.request.seq_id)
         row.late_since = self._clock()
         self._late[row.request.seq_id] = row
 
     def _release(self, row: _ConstrainedRow) -> None:
         """Let the scheduler plan a row whose mask is there."""
         self._late.pop(row.request.seq_id, None)
-        self.held.discard(row.request.seq_id)
+        self.awaiting_mask.discard(row.request.seq_id)
         self._unblocked.append(row.request)
 
     def _take_masks(self, task: MaskTask) -> None:

@@ -83,29 +83,23 @@ class Matcher(Protocol):
     @property
     def cost(self) -> GrammarCost:
         """Of its grammar, shared with all copies."""
-        ...
 
     def copy(self) -> "Matcher":
         """Return an independent matcher at the same position."""
-        ...
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Advance by tokens of the text; a token that is not allowed sets `error`."""
-        ...
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens may follow, one after the other; changes nothing."""
-        ...
 
     @property
     def is_free(self) -> bool:
         """Whether every token is allowed next."""
-        ...
 
     @property
     def error(self) -> str:
         """Why the text cannot continue, for the client; empty while it can."""
-        ...
 
 
 class FreeMatcher:

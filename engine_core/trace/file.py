@@ -67,7 +67,7 @@ class TraceFile:
         try:
             self._descriptor = _open(path)
         except OSError as error:
-            raise ConfigError(f"--sched-trace {path}: {error.strerror}", "sched_trace") from None
+            raise ConfigError(f"--sched-trace {path}: {error.strerror}") from None
         self._path = path
         self._bytes_left = max_bytes
         self._max_unwritten = max_unwritten

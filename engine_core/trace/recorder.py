@@ -125,7 +125,7 @@ class TraceRecorder:
     ) -> None:
         if self._queue_has_changed:
             self._count_waiting(waiting)
-        num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.retained.num_reclaimable
+        num_free, num_retained = kv_cache.pool.num_free, kv_cache.pool.retained.num_reclaimable
         num_cached, num_held = self.block_counter.num_cached, kv_cache.transfer_refs.num_alone
         blocked: dict[str, int] = {}
         num_ready = waiting.num_ready
@@ -142,9 +142,9 @@ class TraceRecorder:
             pool=PoolUse(
                 free=num_free - num_cached,
                 cached=num_cached,
-                requests=kv_cache.num_usable_blocks - num_free - num_held - num_pinned,
+                requests=kv_cache.num_usable_blocks - num_free - num_held - num_retained,
                 held=num_held,
-                pinned=num_pinned,
+                pinned=num_retained,
             ),
             pins=[
                 PinUse(prefix.agent_session, len(prefix.blocks))

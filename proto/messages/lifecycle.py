@@ -62,11 +62,7 @@ from proto.settings.speculative_config import DRAFT_POSITIONS, HEAD_METHODS
 
 Role = Literal["api_server", "engine_core", "worker"]
 
-_TITLES: Final[dict[Role, str]] = {
-    "api_server": "api",
-    "engine_core": "engine",
-    "worker": "worker",
-}
+_TITLES: Final[dict[Role, str]] = {"api_server": "api", "engine_core": "engine", "worker": "worker"}
 
 
 def process_title(role: Role) -> str:
@@ -225,9 +221,7 @@ class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):
     num_bytes: int
 
 
-_WEIGHT_FORMATS: Final = {
-    "packed": "packed as stored",
-}
+_WEIGHT_FORMATS: Final = {"packed": "packed as stored"}
 """Weight formats in words; the others are named by their data type."""
 
 

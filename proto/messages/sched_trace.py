@@ -5,7 +5,8 @@ reader ignores unknown fields. The first line is the header. A trace holds names
 but no text, token ids or hashes of them (see `Content`).
 
 Times are whole microseconds since the header's `started_at`. A sequence (one choice of a request)
-is named by its seq_id, which is unique in a trace.
+is named by its seq_id, which is unique in a trace. A pin, as flags, metrics and traces call it, is
+the prefix that an agent session retains between two turns (`features/retention/` of the scheduler).
 
     header
     arrival 0

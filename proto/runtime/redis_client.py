@@ -244,10 +244,4 @@ class RedisConnection:
             raise RemoteStoreError("a reply that is not RESP") from None
 
 
-__all__ = [
-    "MISSING",
-    "RedisConnection",
-    "RemoteRefusalError",
-    "RemoteStoreError",
-    "Reply",
-]
+__all__ = ["MISSING", "RedisConnection", "RemoteRefusalError", "RemoteStoreError", "Reply"]

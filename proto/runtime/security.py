@@ -97,7 +97,7 @@ def _read_file(setting: str, path: str) -> list[ApiKey]:
 
 
 def _wrong(setting: str, path: str, what: str) -> ConfigError:
-    return ConfigError(f"{flag_name(setting)} {path}: {what}", setting)
+    return ConfigError(f"{flag_name(setting)} {path}: {what}")
 
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -126,16 +126,13 @@ def server_context(config: FrontEndConfig) -> ssl.SSLContext:
             ) from None
         raise ConfigError(
             f"--ssl-certfile {config.ssl_certfile} with the key in "
-            f"{config.ssl_keyfile or 'the same file'}: {_reason(error)}",
-            "ssl_certfile",
+            f"{config.ssl_keyfile or 'the same file'}: {_reason(error)}"
         ) from None
     if config.ssl_ca_certs is not None:
         try:
             context.load_verify_locations(config.ssl_ca_certs)
         except ssl.SSLError as error:
-            raise ConfigError(
-                f"--ssl-ca-certs {config.ssl_ca_certs}: {_reason(error)}", "ssl_ca_certs"
-            ) from None
+            raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs}: {_reason(error)}") from None
     context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
     return context
 
@@ -153,7 +150,7 @@ def _check_readable(field: str, path: str | None) -> None:
         with open(path, "rb"):
             pass
     except OSError as error:
-        raise ConfigError(f"{flag_name(field)} {path}: {error.strerror}", field) from None
+        raise ConfigError(f"{flag_name(field)} {path}: {error.strerror}") from None
 
 
 def _reason(error: Exception) -> str:

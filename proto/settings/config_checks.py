@@ -30,9 +30,7 @@ from proto.settings.config import (
     flag_name,
 )
 from proto.settings.generation_config import parse_overrides
-from proto.settings.kv_events_config import FIELD as KV_EVENTS_FIELD
 from proto.settings.kv_media_checks import check_media, check_preemption
-from proto.settings.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
 from proto.settings.kv_transfer_config import kv_transfer_config
 from proto.settings.lora_modules import LoRAAccess, parse_lora_modules
 from proto.settings.pooler_config import parse_pooler_config
@@ -47,55 +45,29 @@ _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
 }
 """Data types of activations supported by each weight format."""
 
-_AT_LEAST: Final = {
-    "num_state_slots": LEAST_STATE_SLOTS,
-    "max_model_len": 1,
-    "block_size": 1,
-    "kv_cache_memory": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "max_num_scheduled_tokens": 1,
-    "max_num_encoder_input_tokens": 1,
-    "encoder_cache_size": 1,
-    "crashes_until_isolated": 1,
-    "tensor_parallel_size": 1,
-    "cpu_threads": 1,
-    "api_server_count": 1,
-    "stream_interval": 1,
-    "max_response_bytes": 1,
-    "sched_trace_max_bytes": 1,
-    "max_loras": 1,
-    "max_cpu_loras": 1,
-    "max_lora_rank": 1,
-    "max_lora_wait_steps": 1,
-    "max_image_pixels": 1,
-    "max_image_bytes": 1,
-    "media_memory": 1,
-}
+_POSITIVE: Final = frozenset(
+    {
+        *("max_model_len", "block_size", "kv_cache_memory", "max_num_seqs"),
+        *("max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_encoder_input_tokens"),
+        *("encoder_cache_size", "crashes_until_isolated", "tensor_parallel_size", "cpu_threads"),
+        *("api_server_count", "stream_interval", "max_response_bytes", "sched_trace_max_bytes"),
+        *("max_loras", "max_cpu_loras", "max_lora_rank", "max_lora_wait_steps", "max_image_pixels"),
+        *("max_image_bytes", "media_memory"),
+    }
+)
+_AT_LEAST: Final = {"num_state_slots": LEAST_STATE_SLOTS, **dict.fromkeys(_POSITIVE, 1)}
 _AT_MOST: Final = {
     "api_server_count": MAX_FRONT_ENDS,
     "tensor_parallel_size": MAX_TENSOR_PARALLEL_SIZE,
 }
 _NOT_NEGATIVE: Final = frozenset(
-    (
-        "kv_cache_metrics_one_in",
-        "long_prefill_token_threshold",
-        "cascade_attention_from",
-        "peak_tflops",
-        "peak_memory_gbps",
-        "max_num_queued_reqs",
-        "max_num_queued_tokens",
-        "queue_timeout",
-        "sse_keep_alive",
-        "max_stored_responses_mib",
-        "stored_response_seconds",
-        "grammar_cache_entries",
-        "grammar_cache_bytes",
-        "max_restarts",
-        "shutdown_timeout",
-        "step_timeout",
-        "start_timeout",
-    )
+    {
+        *("kv_cache_metrics_one_in", "long_prefill_token_threshold", "cascade_attention_from"),
+        *("peak_tflops", "peak_memory_gbps", "max_num_queued_reqs", "max_num_queued_tokens"),
+        *("queue_timeout", "sse_keep_alive", "max_stored_responses_mib", "stored_response_seconds"),
+        *("grammar_cache_entries", "grammar_cache_bytes", "max_restarts", "shutdown_timeout"),
+        *("step_timeout", "start_timeout"),
+    }
 )
 _MAY_BE_INFINITE: Final = frozenset(("step_timeout", "start_timeout"))
 _SHARES: Final = {
@@ -134,7 +106,7 @@ def validate(config: ServeConfig) -> None:
     config.speculation.parsed()
     config.trace.parsed_profiler()
     _check_reliability(config.reliability, config.cache)
-    _check_pins(config)
+    _check_retention(config)
     _check_routed_experts(config)
     _check_lora(config)
     check_media(config)
@@ -159,7 +131,7 @@ def _check_number(field: str, value: float) -> None:
         bounds = "" if 0 < value < 1 or ends else f"in {interval}"
     if bounds:
         given = str(value).removesuffix(".0")
-        raise ConfigError(f"{flag_name(field)} must be {bounds}, got {given}", field)
+        raise ConfigError(f"{flag_name(field)} must be {bounds}, got {given}")
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -167,30 +139,24 @@ def _check_model(model: ModelConfig) -> None:
     texts += [(field, getattr(model, field)) for field in ("tokenizer", "generation_config")]
     for field, value in texts:
         if value is not None and not value.strip():
-            raise ConfigError(f"{flag_name(field)} must not be empty", field)
+            raise ConfigError(f"{flag_name(field)} must not be empty")
     parse_overrides(model.override_generation_config)
     if model.pooler_config is not None:
         if model.runner == "generate":
-            raise ConfigError("--pooler-config does not go with --runner generate", "pooler_config")
+            raise ConfigError("--pooler-config does not go with --runner generate")
         parse_pooler_config(model.pooler_config)
     if model.seed is not None and not 0 <= model.seed < 1 << 63:
-        raise ConfigError(f"--seed must be in [0, 2^63), got {model.seed}", "seed")
+        raise ConfigError(f"--seed must be in [0, 2^63), got {model.seed}")
 
 
 def _check_cache(cache: CacheConfig) -> None:
     if cache.block_size > 1024 or cache.block_size & (cache.block_size - 1):
-        raise ConfigError(
-            f"--block-size must be a power of two up to 1024, got {cache.block_size}", "block_size"
-        )
+        raise ConfigError(f"--block-size must be a power of two up to 1024, got {cache.block_size}")
     if cache.num_gpu_blocks_override is not None and cache.num_gpu_blocks_override < 2:
-        raise ConfigError(
-            "--num-gpu-blocks-override must be at least 2: block 0 is reserved",
-            "num_gpu_blocks_override",
-        )
+        raise ConfigError("--num-gpu-blocks-override must be at least 2: block 0 is reserved")
     if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory is not None:
         raise ConfigError(
-            "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool: give one",
-            "num_gpu_blocks_override",
+            "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool: give one"
         )
     _check_kv_events(cache)
     _check_kv_transfer(cache)
@@ -202,19 +168,17 @@ def _check_routed_experts(config: ServeConfig) -> None:
     if kv_transfer_config(config.cache.kv_transfer_config).kv_connector:
         raise ConfigError(
             "--enable-return-routed-experts does not go with --kv-transfer-config: the experts of "
-            "tokens whose KV is loaded are not known",
-            "enable_return_routed_experts",
+            "tokens whose KV is loaded are not known"
         )
 
 
-def _check_pins(config: ServeConfig) -> None:
+def _check_retention(config: ServeConfig) -> None:
     scheduler = config.scheduler
     keeps = scheduler.scheduling_policy == "continuum" and scheduler.pin_policy != "none"
     if keeps and not config.cache.enable_prefix_caching:
         raise ConfigError(
             "--scheduling-policy continuum keeps KV for the prefix cache, and "
-            "--no-enable-prefix-caching turns that off; --pin-policy none keeps nothing",
-            "scheduling_policy",
+            "--no-enable-prefix-caching turns that off; --pin-policy none keeps nothing"
         )
 
 
@@ -224,24 +188,17 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
     if scheduler.long_prefill_token_threshold and not scheduler.enable_chunked_prefill:
         raise ConfigError(
             "--long-prefill-token-threshold needs chunked prefill, "
-            "and --no-enable-chunked-prefill turns it off",
-            "long_prefill_token_threshold",
+            "and --no-enable-chunked-prefill turns it off"
         )
     slowdown = scheduler.max_prefill_slowdown
     if slowdown and not 1.0 < slowdown < math.inf:
-        raise ConfigError(
-            f"--max-prefill-slowdown must be 0 or more than 1, got {slowdown}",
-            "max_prefill_slowdown",
-        )
+        raise ConfigError(f"--max-prefill-slowdown must be 0 or more than 1, got {slowdown}")
     _check_pressure(scheduler)
     for field in ("peak_tflops", "peak_memory_gbps"):
         if getattr(scheduler, field) and not scheduler.enable_mfu_metrics:
-            raise ConfigError(f"{flag_name(field)} needs --enable-mfu-metrics", field)
+            raise ConfigError(f"{flag_name(field)} needs --enable-mfu-metrics")
     if not scheduler.session_timeout > 0.0:
-        raise ConfigError(
-            f"--session-timeout must be more than 0, got {scheduler.session_timeout}",
-            "session_timeout",
-        )
+        raise ConfigError(f"--session-timeout must be more than 0, got {scheduler.session_timeout}")
 
 
 def check_token_budget(scheduler: SchedulerConfig) -> None:
@@ -249,8 +206,7 @@ def check_token_budget(scheduler: SchedulerConfig) -> None:
     if scheduler.token_budget > scheduler.step_tokens:
         raise ConfigError(
             f"--max-num-scheduled-tokens {scheduler.token_budget} is more than "
-            f"--max-num-batched-tokens, {scheduler.step_tokens}",
-            "max_num_scheduled_tokens",
+            f"--max-num-batched-tokens, {scheduler.step_tokens}"
         )
 
 
@@ -264,8 +220,7 @@ def check_vision(scheduler: SchedulerConfig, vision: VisionFacts) -> None:
     rows = scheduler.encoder_cache_rows(most)
     if rows < most:
         raise ConfigError(
-            f"--encoder-cache-size {rows} is less than the {most} rows of an image of this model",
-            "encoder_cache_size",
+            f"--encoder-cache-size {rows} is less than the {most} rows of an image of this model"
         )
     if not vision.is_bidirectional:
         return
@@ -278,22 +233,20 @@ def check_vision(scheduler: SchedulerConfig, vision: VisionFacts) -> None:
         if limit is not None and limit < most:
             raise ConfigError(
                 f"{flag_name(field)} is {limit}, and an image of this model has {most} tokens, "
-                "which are computed in one step",
-                field,
+                "which are computed in one step"
             )
 
 
 def _check_front_end(frontend: FrontEndConfig) -> None:
     admin_port = frontend.admin_port
     if admin_port and admin_port == frontend.port:
-        raise ConfigError(f"--admin-port {admin_port} is the --port of all clients", "admin_port")
+        raise ConfigError(f"--admin-port {admin_port} is the --port of all clients")
     if frontend.admin_socket == "":
-        raise ConfigError("--admin-socket must name a path", "admin_socket")
+        raise ConfigError("--admin-socket must name a path")
     endpoint = frontend.otlp_traces_endpoint
     if endpoint is not None and not re.match(r"(https?|grpc)://[^/\s]+", endpoint):
         raise ConfigError(
-            f"--otlp-traces-endpoint must be a URL such as http://localhost:4317, got {endpoint}",
-            "otlp_traces_endpoint",
+            f"--otlp-traces-endpoint must be a URL such as http://localhost:4317, got {endpoint}"
         )
     _check_cors(frontend)
     _check_keys(frontend)
@@ -307,31 +260,28 @@ def _check_cors(frontend: FrontEndConfig) -> None:
         except ValueError:
             raise ConfigError(
                 "--trusted-proxies takes addresses and networks such as 10.0.0.0/8, "
-                f"not {shown(name)}",
-                "trusted_proxies",
+                f"not {shown(name)}"
             ) from None
     for name in frontend.allowed_hosts:
         if name != "*" and not _HOST_NAME.fullmatch(name):
             raise ConfigError(
                 "--allowed-hosts takes names such as llm.example or *.example, without a port, "
-                f"not {shown(name)}",
-                "allowed_hosts",
+                f"not {shown(name)}"
             )
     for origin in frontend.allowed_origins:
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
                 "--allowed-origins takes origins such as https://chat.example, without a path, "
-                f"not {shown(origin)}",
-                "allowed_origins",
+                f"not {shown(origin)}"
             )
     for field in ("allowed_methods", "allowed_headers"):
         for name in getattr(frontend, field):
             if not _TOKEN.fullmatch(name):
-                raise ConfigError(f"{flag_name(field)} takes names or *, not {shown(name)}", field)
+                raise ConfigError(f"{flag_name(field)} takes names or *, not {shown(name)}")
     default = FrontEndConfig()
     for field in ("allow_credentials", "allowed_methods", "allowed_headers"):
         if not frontend.allowed_origins and getattr(frontend, field) != getattr(default, field):
-            raise ConfigError(f"{flag_name(field)} needs --allowed-origins", field)
+            raise ConfigError(f"{flag_name(field)} needs --allowed-origins")
 
 
 def _check_media_sources(media: MediaConfig) -> None:
@@ -341,19 +291,13 @@ def _check_media_sources(media: MediaConfig) -> None:
         if name != "*" and not _HOST_NAME.fullmatch(host if host and is_port else name):
             raise ConfigError(
                 "--allowed-media-domains takes names such as images.example, *.example or "
-                f"images.example:8080, not {shown(name)}",
-                "allowed_media_domains",
+                f"images.example:8080, not {shown(name)}"
             )
     path = media.allowed_local_media_path
     if path is not None and not os.path.isabs(path):
-        raise ConfigError(
-            f"--allowed-local-media-path must be an absolute path, got {shown(path)}",
-            "allowed_local_media_path",
-        )
+        raise ConfigError(f"--allowed-local-media-path must be an absolute path, got {shown(path)}")
     if not 0.0 < media.media_timeout < math.inf:
-        raise ConfigError(
-            f"--media-timeout must be more than 0, got {media.media_timeout}", "media_timeout"
-        )
+        raise ConfigError(f"--media-timeout must be more than 0, got {media.media_timeout}")
     _ = media.max_images
 
 
@@ -361,8 +305,7 @@ def _check_reliability(reliability: ReliabilityConfig, cache: CacheConfig) -> No
     if reliability.reload_strategy == "side-by-side" and cache.has_fixed_kv_events_endpoint:
         raise ConfigError(
             "--reload-strategy side-by-side runs two engines at a time, which cannot both publish "
-            "at the endpoints of --kv-events-config: give ipc, or another strategy",
-            "reload_strategy",
+            "at the endpoints of --kv-events-config: give ipc, or another strategy"
         )
 
 
@@ -372,31 +315,26 @@ def _check_keys(frontend: FrontEndConfig) -> None:
         key = getattr(frontend, field)
         if key is not None and not key.strip():
             variable = f"TOKEND_{field.upper()}"
-            raise ConfigError(f"{flag_name(field)} (or {variable}) must not be empty", field)
+            raise ConfigError(f"{flag_name(field)} (or {variable}) must not be empty")
         file_field = f"{field}_file"
         if getattr(frontend, file_field) == "":
-            raise ConfigError(f"{flag_name(file_field)} must name a file", file_field)
+            raise ConfigError(f"{flag_name(file_field)} must name a file")
 
 
 def _check_tls(frontend: FrontEndConfig) -> None:
     """Refuse incomplete TLS settings, which would have no effect."""
     if frontend.ssl_cert_reqs not in (0, 1, 2):
-        raise ConfigError(
-            f"--ssl-cert-reqs must be 0, 1 or 2, got {frontend.ssl_cert_reqs}", "ssl_cert_reqs"
-        )
+        raise ConfigError(f"--ssl-cert-reqs must be 0, 1 or 2, got {frontend.ssl_cert_reqs}")
     if frontend.ssl_certfile is None:
         for field in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
             if getattr(frontend, field):
-                raise ConfigError(f"{flag_name(field)} needs --ssl-certfile", field)
+                raise ConfigError(f"{flag_name(field)} needs --ssl-certfile")
     if frontend.ssl_cert_reqs and frontend.ssl_ca_certs is None:
         raise ConfigError(
-            f"--ssl-cert-reqs {frontend.ssl_cert_reqs} needs --ssl-ca-certs to check against",
-            "ssl_cert_reqs",
+            f"--ssl-cert-reqs {frontend.ssl_cert_reqs} needs --ssl-ca-certs to check against"
         )
     if frontend.ssl_ca_certs is not None and not frontend.ssl_cert_reqs:
-        raise ConfigError(
-            "--ssl-ca-certs has no effect with --ssl-cert-reqs 0: give 1 or 2", "ssl_ca_certs"
-        )
+        raise ConfigError("--ssl-ca-certs has no effect with --ssl-cert-reqs 0: give 1 or 2")
 
 
 def _check_pressure(scheduler: SchedulerConfig) -> None:
@@ -405,20 +343,17 @@ def _check_pressure(scheduler: SchedulerConfig) -> None:
     resume = scheduler.resume_admission_below
     if resume is not None and stop == 1.0:
         raise ConfigError(
-            "--resume-admission-below needs --stop-admission-above: admission never stops",
-            "resume_admission_below",
+            "--resume-admission-below needs --stop-admission-above: admission never stops"
         )
     if resume is not None and resume > stop:
         raise ConfigError(
             f"--resume-admission-below ({resume}) must not be more than "
-            f"--stop-admission-above ({stop})",
-            "resume_admission_below",
+            f"--stop-admission-above ({stop})"
         )
     if preempt < stop:
         raise ConfigError(
             f"--preempt-above ({preempt}) must not be less than --stop-admission-above ({stop}): "
-            "requests would be preempted right after admission",
-            "preempt_above",
+            "requests would be preempted right after admission"
         )
 
 
@@ -429,58 +364,48 @@ def _check_lora(config: ServeConfig) -> None:
     if not lora.enable_lora:
         for field in ("lora_modules", "lora_dir", "lora_access", "lora_allowed_dirs"):
             if getattr(lora, field):
-                raise ConfigError(f"{flag_name(field)} needs --enable-lora", field)
+                raise ConfigError(f"{flag_name(field)} needs --enable-lora")
         return
     if lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras:
         raise ConfigError(
             f"--max-cpu-loras {lora.max_cpu_loras} must be at least --max-loras, which is "
-            f"{lora.max_loras}",
-            "max_cpu_loras",
+            f"{lora.max_loras}"
         )
     for module in modules:
         if module.name in config.model.served_model_name:
-            raise ConfigError(
-                f"--lora-modules: {module.name} is a name of the model", "lora_modules"
-            )
+            raise ConfigError(f"--lora-modules: {module.name} is a name of the model")
     if key_names and config.frontend.api_key_file is None:
-        raise ConfigError("--lora-access names keys, so it needs --api-key-file", "lora_access")
+        raise ConfigError("--lora-access names keys, so it needs --api-key-file")
 
 
 def _check_weights(config: ServeConfig) -> None:
     weights, dtype = config.model.cpu_weights, config.model.dtype
     if config.device.device == "cuda" and weights != "auto":
-        raise ConfigError(f"--cpu-weights {weights} needs --device cpu", "cpu_weights")
+        raise ConfigError(f"--cpu-weights {weights} needs --device cpu")
     works = _DTYPES_OF_WEIGHTS[weights]
     if dtype not in works:
         raise ConfigError(
-            f"--cpu-weights {weights} goes with --dtype {' or '.join(works)}, got {dtype}",
-            "cpu_weights",
+            f"--cpu-weights {weights} goes with --dtype {' or '.join(works)}, got {dtype}"
         )
 
 
 def _check_device(config: ServeConfig) -> None:
     cache, device = config.cache, config.device
     if device.device == "cuda" and device.cpu_kernels != "auto":
-        raise ConfigError(f"--cpu-kernels {device.cpu_kernels} needs --device cpu", "cpu_kernels")
+        raise ConfigError(f"--cpu-kernels {device.cpu_kernels} needs --device cpu")
     if device.device == "cpu" and cache.kv_cache_dtype == "fp8":
-        raise ConfigError(
-            "--kv-cache-dtype fp8 needs --device cuda; a CPU has int8", "kv_cache_dtype"
-        )
+        raise ConfigError("--kv-cache-dtype fp8 needs --device cuda; a CPU has int8")
     kinds = {"cpu": "cpu", "flashinfer": "cuda"}
     needed = kinds.get(device.attention_backend, device.device)
     if device.device not in ("auto", needed):
-        raise ConfigError(
-            f"--attention-backend {device.attention_backend} needs --device {needed}",
-            "attention_backend",
-        )
+        raise ConfigError(f"--attention-backend {device.attention_backend} needs --device {needed}")
 
 
 def _check_kv_events(cache: CacheConfig) -> None:
     if cache.parsed_kv_events() is not None and not cache.enable_prefix_caching:
         raise ConfigError(
             "--kv-events-config publishes what the prefix cache holds, "
-            "and --no-enable-prefix-caching turns it off",
-            KV_EVENTS_FIELD,
+            "and --no-enable-prefix-caching turns it off"
         )
 
 
@@ -490,6 +415,5 @@ def _check_kv_transfer(cache: CacheConfig) -> None:
     if transfer.kv_connector and not cache.enable_prefix_caching:
         raise ConfigError(
             "--kv-transfer-config finds KV by the hashes of the prefix cache, "
-            "and --no-enable-prefix-caching turns it off",
-            KV_TRANSFER_FIELD,
+            "and --no-enable-prefix-caching turns it off"
         )

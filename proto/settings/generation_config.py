@@ -133,7 +133,7 @@ def parse_overrides(text: str | None) -> dict[str, int | float | None]:
                 raise ValueError(f"{shown(key)} is none of {', '.join(_KEYS)}")
         return dict.fromkeys(_KEYS[key] for key in settings) | dict(_values(settings))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{flag_name(field)}: {error}", field) from None
+        raise ConfigError(f"{flag_name(field)}: {error}") from None
 
 
 def _settings(config: ModelConfig, model: PreparedModel) -> tuple[Mapping[str, Any], str, str]:
@@ -160,7 +160,7 @@ def _settings(config: ModelConfig, model: PreparedModel) -> tuple[Mapping[str, A
 
 def _not_readable(reason: str) -> ConfigError:
     field = "generation_config"
-    return ConfigError(f"{flag_name(field)} takes auto, vllm or a folder: {reason}", field)
+    return ConfigError(f"{flag_name(field)} takes auto, vllm or a folder: {reason}")
 
 
 def _values(settings: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:

@@ -46,8 +46,7 @@ def check_media(config: ServeConfig) -> None:
             names = ", ".join([*CONNECTORS, *installed_names("kv_connector")])
             raise ConfigError(
                 f"--kv-transfer-config: there is no kv_connector {shown(part.kv_connector)}; "
-                f"there are {names}",
-                FIELD,
+                f"there are {names}"
             )
         if part.kv_connector == SHARED_STORAGE:
             _check_weights(SHARED_STORAGE, config)
@@ -122,7 +121,7 @@ def _is_host_memory(part: KVTransferConfig) -> bool:
 
 
 def _swap(what: str) -> ConfigError:
-    return ConfigError(f"--preemption swap {what}", "preemption")
+    return ConfigError(f"--preemption swap {what}")
 
 
 def _flatten(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
@@ -156,6 +155,5 @@ def _check_weights(medium: str, config: ServeConfig) -> None:
     if config.model.cpu_weights == "packed+int8":
         raise ConfigError(
             f"--cpu-weights packed+int8 does not go with {medium}: the number of rows in a step "
-            "selects one of two formats, whose KV differs; give auto, packed, int8, bf16 or f32",
-            "cpu_weights",
+            "selects one of two formats, whose KV differs; give auto, packed, int8, bf16 or f32"
         )

@@ -274,7 +274,7 @@ def remote_address(settings: RemoteSettings) -> RemoteAddress:
 
 def config_key_error(key: str, what: str) -> ConfigError:
     """Make the error about one key of kv_connector_extra_config."""
-    return ConfigError(f"--kv-transfer-config: kv_connector_extra_config.{key} {what}", FIELD)
+    return ConfigError(f"--kv-transfer-config: kv_connector_extra_config.{key} {what}")
 
 
 def _convert_by_key(values: Mapping[str, Any], kind: type[_S]) -> _S:
@@ -301,8 +301,7 @@ def _convert(spec: str, extra: Mapping[str, Any], kind: type[_S]) -> _S:
         return msgspec.convert(known, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"--kv-transfer-config: kv_connector_extra_config of {spec}: {error}",
-            FIELD,
+            f"--kv-transfer-config: kv_connector_extra_config of {spec}: {error}"
         ) from None
 
 

@@ -27,7 +27,7 @@ def parse_lora_modules(values: tuple[str, ...]) -> list[LoRAModule]:
     names = [module.name for module in modules]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"--lora-modules names {name} twice", _FIELD)
+            raise ConfigError(f"--lora-modules names {name} twice")
     return modules
 
 
@@ -44,21 +44,18 @@ def _parse_module(value: str) -> LoRAModule:
         try:
             module = msgspec.json.decode(value, type=LoRAModule, strict=True)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"--lora-modules {shown(value)}: {error}", _FIELD) from None
+            raise ConfigError(f"--lora-modules {shown(value)}: {error}") from None
     else:
         name, found, path = value.partition("=")
         if not found or not path:
             raise ConfigError(
-                f"--lora-modules takes NAME=PATH or JSON with name and path, got {shown(value)}",
-                _FIELD,
+                f"--lora-modules takes NAME=PATH or JSON with name and path, got {shown(value)}"
             )
         module = LoRAModule(name, path)
     try:
         check_lora_name(module.name)
     except ValueError as error:
-        raise ConfigError(
-            f"--lora-modules: the name {shown(module.name)!r} {error}", _FIELD
-        ) from None
+        raise ConfigError(f"--lora-modules: the name {shown(module.name)!r} {error}") from None
     return module
 
 
@@ -75,9 +72,7 @@ class LoRAAccess:
             pattern, found, keys = value.partition("=")
             names = frozenset(re.split(r"\+", keys)) if keys else frozenset[str]()
             if not found or not pattern or not names or "" in names:
-                raise ConfigError(
-                    f"--lora-access takes PATTERN=KEY[+KEY …], got {shown(value)}", "lora_access"
-                )
+                raise ConfigError(f"--lora-access takes PATTERN=KEY[+KEY …], got {shown(value)}")
             self._rules.append((pattern, names))
 
     @property

@@ -65,9 +65,7 @@ def pooler_of(config: ModelConfig, model: PreparedModel) -> Pooler | None:
         config.runner == "auto" and model.pooler is None and config.pooler_config is None
     ):
         if not model.generates:
-            raise ConfigError(
-                f"--runner generate: {model.architecture} does not generate text", "runner"
-            )
+            raise ConfigError(f"--runner generate: {model.architecture} does not generate text")
         return None
     pooler = model.pooler or Pooler()
     if config.pooler_config is not None:

@@ -95,8 +95,7 @@ def parse_speculative_config(
     """
     if not 1 <= max_tokens <= MAX_TOKENS:
         raise ConfigError(
-            f"--speculative-max-tokens must be in [1, {MAX_TOKENS}], got {shown(max_tokens)}",
-            "speculative_max_tokens",
+            f"--speculative-max-tokens must be in [1, {MAX_TOKENS}], got {shown(max_tokens)}"
         )
     if text is None:
         return SpeculativeConfig(

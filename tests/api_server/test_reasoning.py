@@ -172,7 +172,7 @@ def test_only_a_marker_prefix_is_held_back(piece: str) -> None:
     held = ReasoningParser(THINK, INSIDE, PLAIN_TEXT)
     for _ in range(10_000):
         held.parse_delta(piece)
-    assert len(held._held) <= MAX_BLANKS + 2 * len(THINK.end)
+    assert len(held._buffer) <= MAX_BLANKS + 2 * len(THINK.end)
 
 
 @pytest.mark.parametrize(

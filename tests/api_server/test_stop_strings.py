@@ -34,7 +34,7 @@ def run(strings: list[str], pieces: list[str]) -> tuple[str, str | None, list[st
         shown.append(text)
         if stop is not None:
             return "".join(shown), stop, shown
-    shown.append(matcher.pop_held())
+    shown.append(matcher.pop_buffer())
     return "".join(shown), None, shown
 
 

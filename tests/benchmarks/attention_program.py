@@ -52,7 +52,7 @@ class AttentionStep:
     def kv_bytes(self) -> int:
         """Bytes of all tokens in the cache that the step reads."""
         workload = self._workload
-        return workload.num_seqs * workload.context_tokens * self._cache.bytes_per_token
+        return workload.num_seqs * workload.context_tokens * self._cache.geometry.bytes_per_token
 
     @property
     def num_operations(self) -> int:

@@ -1,4 +1,4 @@
-"""Write the tables of supported models in README.md: python -m tests.deploy.models_table."""
+"""Write the tables of supported models in docs/models.md: python -m tests.deploy.models_table."""
 
 import re
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import Final
 
 from worker.models.families import supported_models
 
-README: Final = Path(__file__).parents[2] / "README.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def with_current_tables(text: str) -> str:
-    """Return the text of README.md with what `tokend models --supported` prints."""
+    """Return the text of docs/models.md with what `tokend models --supported` prints."""
     lines = "\n".join(supported_models()) + "\n"
     return re.sub(r"^\| Models  (?:.*\n)*?.*and others\)\.\n", lambda _: lines, text, flags=re.M)
 
 
 if __name__ == "__main__":
-    README.write_text(with_current_tables(README.read_text()))
+    PAGE.write_text(with_current_tables(PAGE.read_text()))

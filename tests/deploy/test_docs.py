@@ -49,7 +49,7 @@ from api_server.text.prompts import MAX_TOKEN_CHARACTERS, MAX_TRUNCATED_CHARACTE
 from api_server.text.rendering import RENDER_SECONDS
 from api_server.text.tokenizer import MAX_TEXT_TOKENS
 from api_server.turns import HELD_BYTES, UNHELD_BYTES
-from deploy.flags import all_flags, field_helps, markdown_table
+from deploy.flags import _default_value, _usage, all_flags, field_helps
 from engine_core.scheduler.limits import (
     DEFAULT_QUEUED_PER_RUNNING,
     MAX_RETRY_SECONDS,
@@ -72,9 +72,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_of_settings_is_current() -> None:
-    """To update it: python -c 'from deploy.flags import markdown_table as t; print(t())'."""
-    text = (ROOT / "docs" / "configuration.md").read_text()
-    assert markdown_table() in text
+    """To update it: `print(markdown_table())` of this file."""
+    assert markdown_table() in (ROOT / "docs" / "configuration.md").read_text()
+
+
+def markdown_table() -> str:
+    """Return all flags as a table for docs/configuration.md."""
+    helps = field_helps()
+    rows = [
+        f"| `{_usage(flag).replace('|', ' ')}` | {_default_value(flag)} | {helps[flag.field]} |"
+        for flag in all_flags()
+    ]
+    return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
 
 
 def test_the_tables_of_request_fields_are_current() -> None:
@@ -84,7 +93,7 @@ def test_the_tables_of_request_fields_are_current() -> None:
 
 def test_the_tables_of_models_are_those_of_the_registry() -> None:
     """To update it: python -m tests.deploy.models_table."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "models.md").read_text()
     assert with_current_tables(text) == text
     table = "\n".join(supported_models())
     assert f"\n\n{table}\n\n" in text

@@ -270,7 +270,7 @@ class LaunchingRunner:
 class ConstrainedThirds:
     """Grammars: every third sequence has one; none waits for it."""
 
-    held: set[int] = set()
+    awaiting_mask: set[int] = set()
 
     def is_blocked(self, request: Request) -> bool:
         return False

@@ -208,12 +208,12 @@ class GrammarEngine:
         self._unblock()
         while scheduler.has_work and len(self.harness.in_flight) < self.harness.max_in_flight:
             if not self.send().total_num_scheduled_tokens:
-                if self.manager.held and len(self.harness.in_flight) == 1:
+                if self.manager.awaiting_mask and len(self.harness.in_flight) == 1:
                     self._wait_for_masks()
                 break
         if self.harness.in_flight:
             self.receive(self.compute())
-        elif self.manager.held:
+        elif self.manager.awaiting_mask:
             self._wait_for_masks()
 
     def run(self) -> None:

@@ -98,8 +98,9 @@ class Rehearsal(Hardware):
     def kernels(self) -> Any:
         library = FakeFlashInfer(self.cuda.device)
         store: Any = store_by_index
+        draw: Any = draw_by_torch
         edits: Any = TorchEdits()
-        return DeviceKernels(lambda: library, store, draw_by_torch, edits)
+        return DeviceKernels(lambda: library, store, draw, edits)
 
     def experts(self, stacked: Any) -> dict[str, Any]:
         return {"without triton": ExpertsWithoutTriton(stacked, torch_gate("silu"))}

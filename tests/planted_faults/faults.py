@@ -126,7 +126,7 @@ KV_CACHE = (
     Fault(
         "hit_ends_without_its_state",
         "engine_core/kv_connector/offload/planners.py",
-        "tracked.loads_state = hit not in held.state_ends",
+        "tracked.loads_state = hit not in on_device.state_ends",
         "tracked.loads_state = False",
         "A prompt goes on from a state that was never loaded.",
         ("tests/engine_core/kv_connector/test_offload_states.py",),

@@ -107,7 +107,7 @@ def test_a_preempted_sequence_resumes_with_its_outputs(rows: InputBatch) -> None
     (row,) = rows.apply(step([new(1, [1, 2, 3], [2])]))
     rows.append_sampled(np.array([row]), np.array([4]))
     rows.apply(step(preempted=[1]))
-    assert rows.num_sequences == 1
+    assert len(rows._sequences) == 1
     resumed = step(cached=CachedRequestData([1], [0], [5], [[[8, 9]]], [1], [[4, 5]]))
     step_rows = rows.apply(resumed)
     inputs = build_inputs(resumed, step_rows, rows)
@@ -195,7 +195,7 @@ def test_a_running_sequence_can_replace_its_tokens_and_blocks(rows: InputBatch) 
     assert inputs.token_ids.tolist() == [6]
     assert inputs.attention[0].block_table.tolist() == [[8, 9]]
     rows.apply(step([new(2, [1], [3]), new(3, [1], [4])]))
-    assert rows.num_sequences == 3
+    assert len(rows._sequences) == 3
 
 
 def test_a_sequence_of_an_earlier_engine_continues(rows: InputBatch) -> None:
@@ -209,7 +209,7 @@ def test_rows_are_freed_by_finishing_in_any_state(rows: InputBatch) -> None:
         rows.apply(step([new(seq_id, [1], [seq_id])]))
     rows.apply(step(preempted=[2]))
     rows.apply(step(finished=[1, 2, 3]))
-    assert rows.num_sequences == 0
+    assert len(rows._sequences) == 0
     assert sorted(rows.apply(step([new(h, [1], [h]) for h in (4, 5, 6)])).tolist()) == [0, 1, 2]
 
 
@@ -221,7 +221,7 @@ def test_a_finished_seq_id_frees_its_row_for_the_same_step(rows: InputBatch) -> 
 def test_clear_frees_all_rows(rows: InputBatch) -> None:
     rows.apply(step([new(h, [1], [h]) for h in (1, 2, 3)]))
     rows.clear()
-    assert rows.num_sequences == 0
+    assert len(rows._sequences) == 0
     assert len(rows.apply(step([new(h, [1], [h]) for h in (4, 5, 6)]))) == 3
 
 

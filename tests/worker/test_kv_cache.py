@@ -83,8 +83,8 @@ def test_layers_of_several_groups_share_slots() -> None:
 def test_the_cache_has_the_size_of_its_geometry(dtype: torch.dtype) -> None:
     cache = small_cache(dtype)
     assert cache.dtype == dtype == cache.buffer.dtype
-    assert cache.bytes_per_token == cache.geometry.bytes_per_token
-    assert cache.buffer.nbytes == cache.bytes_per_token * cache.block_size * cache.num_blocks
+    num_tokens = cache.block_size * cache.num_blocks
+    assert cache.buffer.nbytes == cache.geometry.bytes_per_token * num_tokens
     assert not cache.buffer.any()
 
 

@@ -133,11 +133,9 @@ class AttentionBackend(Protocol):
     @property
     def query_split(self) -> QuerySplit:
         """Which sequences of a step it is to be given as sequences of one query each."""
-        ...
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         """Prepare a step, given one entry per KV cache group; called once before its layers run."""
-        ...
 
     def run(
         self,
@@ -158,4 +156,3 @@ class AttentionBackend(Protocol):
         sinks: float32 [num_heads], a logit of each head that takes part in the softmax of every
         query but has no value, so that weights sum to less than 1 (OpenAI, gpt-oss model card).
         """
-        ...

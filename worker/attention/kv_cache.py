@@ -120,7 +120,10 @@ def kv_layout(windows: Sequence[Window]) -> KVLayout:
     cutting that kind in two. The last groups of a kind may be short of layers:
     their blocks have slots that stay empty.
     """
-    kinds = {window: _layers_of(window, windows) for window in sorted(set(windows), key=_order)}
+    kinds = {
+        window: [layer for layer, other in enumerate(windows) if other == window]
+        for window in sorted(set(windows), key=_order)
+    }
     sizes = [len(layers) for layers in kinds.values()]
     size = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
     layer_slots: dict[int, LayerSlot] = {}
@@ -143,10 +146,6 @@ def scratch_layout(windows: Sequence[Window]) -> KVLayout:
     return KVLayout(slots, kinds, 1, is_scratch=True)
 
 
-def _layers_of(window: Window, windows: Sequence[Window]) -> list[int]:
-    return [layer for layer, other in enumerate(windows) if other == window]
-
-
 def _order(window: Window) -> tuple[bool, int]:
     """Full attention, then wide windows before narrow ones."""
     return (window is not None, -(window or 0))
@@ -163,13 +162,11 @@ def resolve_kv_dtype(
     dtype = _DTYPES.get(setting, activations)
     if latent_dim and dtype.itemsize == 1:
         raise ConfigError(
-            f"--kv-cache-dtype {setting} is not supported with latent KV: bf16, f16, f32 are",
-            "kv_cache_dtype",
+            f"--kv-cache-dtype {setting} is not supported with latent KV: bf16, f16, f32 are"
         )
     if dtype == torch.int8 and head_dim % SCALE_BYTES:
         raise ConfigError(
-            f"--kv-cache-dtype int8 needs heads of a multiple of {SCALE_BYTES}, got {head_dim}",
-            "kv_cache_dtype",
+            f"--kv-cache-dtype int8 needs heads of a multiple of {SCALE_BYTES}, got {head_dim}"
         )
     return dtype
 
@@ -233,11 +230,6 @@ class KVCache:
         """Commit all memory now; otherwise the first step to touch a page waits for its zeros."""
         self.buffer.zero_()
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all slots."""
-        return self.buffer[0].nbytes // self.block_size
-
     def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
         """Copy block sources[i] to block copies[i]; no block is in both.
 
@@ -297,18 +289,15 @@ class Pages(Protocol):
     @property
     def rows(self) -> torch.Tensor:
         """[num_blocks, num_kv_heads, block_size, head_dim], a view of the cache's dtype."""
-        ...
 
     def write(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write tokens [T, num_kv_heads, head_dim] to their KV slots, int64 [T].
 
         A KV slot is block * block_size + offset.
         """
-        ...
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return blocks int64 [N] as float32 [N, num_kv_heads, block_size, head_dim]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

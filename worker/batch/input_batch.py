@@ -411,11 +411,6 @@ class InputBatch:
         for seq_id in list(self._sequences):
             self._remove_sequence(seq_id)
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of known sequences, running or preempted."""
-        return len(self._sequences)
-
     def _add_sequence(self, new: NewRequestData) -> None:
         sequence = RowState(
             seq_id=new.seq_id,

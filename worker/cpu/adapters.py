@@ -20,13 +20,7 @@ from worker.cpu.kernel_structures import (
 from worker.cpu.kernels import DTYPE_CODES, Kernels
 from worker.host.large_pages import WeightArena
 from worker.host.memory_nodes import LARGE_PAGE
-from worker.layers.adapters import (
-    Adapter,
-    AdapterRows,
-    LowRankPart,
-    LowRankUpdate,
-    StepAdapters,
-)
+from worker.layers.adapters import Adapter, AdapterRows, LowRankPart, LowRankUpdate, StepAdapters
 from worker.layers.scratch import ByteBuffer
 
 _LANES: Final = 16

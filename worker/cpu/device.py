@@ -171,9 +171,7 @@ class CpuDevice(HostDevice):
     ) -> AttentionBackend:
         """Return the kernels' attention; with "auto" the reference for heads without kernels."""
         if name not in ("auto", "cpu"):
-            raise ConfigError(
-                f"--attention-backend {name} does not run on a CPU", "attention_backend"
-            )
+            raise ConfigError(f"--attention-backend {name} does not run on a CPU")
         chosen = self._kernels
         if kernels:
             chosen = next(each for each in candidate_kernels() if each.variant == kernels)
@@ -181,9 +179,7 @@ class CpuDevice(HostDevice):
             backend = CpuAttention(chosen, kv_cache, shape)
         except UnsupportedShapeError as reason:
             if name == "cpu":
-                raise ConfigError(
-                    f"--attention-backend cpu needs kernels: {reason}", "attention_backend"
-                ) from None
+                raise ConfigError(f"--attention-backend cpu needs kernels: {reason}") from None
             logger.warning("attention runs on the slow reference: %s", reason)
             return ReferenceAttention(kv_cache, shape)
         logger.info("attention runs on the %s kernels", chosen.variant)

@@ -4,28 +4,26 @@ import ctypes
 from ctypes import c_double, c_int64, c_void_p
 
 
+def integers(*names: str) -> list[tuple[str, type[c_int64]]]:
+    return [(name, c_int64) for name in names]
+
+
+def pointers(*names: str) -> list[tuple[str, type[c_void_p]]]:
+    return [(name, c_void_p) for name in names]
+
+
+def doubles(*names: str) -> list[tuple[str, type[c_double]]]:
+    return [(name, c_double) for name in names]
+
+
 class AttentionStep(ctypes.Structure):
     """TokendAttentionStep of csrc/attention/attention.h."""
 
     _fields_ = [
-        ("num_seqs", c_int64),
-        ("num_tokens", c_int64),
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("block_size", c_int64),
-        ("max_blocks", c_int64),
-        ("window", c_int64),
-        ("most_partial_rows", c_int64),
-        ("latent_dim", c_int64),
-        ("ahead", c_int64),
-        ("query_start", c_void_p),
-        ("seq_lens", c_void_p),
-        ("block_table", c_void_p),
-        ("slot_mapping", c_void_p),
-        ("attend_end", c_void_p),
-        ("scale", c_double),
-        ("soft_cap", c_double),
+        *integers("num_seqs", "num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size"),
+        *integers("max_blocks", "window", "most_partial_rows", "latent_dim", "ahead"),
+        *pointers("query_start", "seq_lens", "block_table", "slot_mapping", "attend_end"),
+        *doubles("scale", "soft_cap"),
     ]
 
 
@@ -33,15 +31,8 @@ class AttentionSchedule(ctypes.Structure):
     """TokendAttentionSchedule of csrc/attention/attention.h."""
 
     _fields_ = [
-        ("num_tiles", c_int64),
-        ("num_tasks", c_int64),
-        ("num_rounds", c_int64),
-        ("num_partial_rows", c_int64),
-        ("num_elements", c_int64),
-        ("tiles", c_void_p),
-        ("tasks", c_void_p),
-        ("rounds", c_void_p),
-        ("partials", c_void_p),
+        *integers("num_tiles", "num_tasks", "num_rounds", "num_partial_rows", "num_elements"),
+        *pointers("tiles", "tasks", "rounds", "partials"),
     ]
 
 
@@ -49,21 +40,12 @@ class AttentionLayer(ctypes.Structure):
     """TokendAttentionLayer of csrc/attention/attention.h."""
 
     _fields_ = [
-        ("dtype", c_int64),
-        ("cache_dtype", c_int64),
-        ("query", c_void_p),
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("query_stride", c_int64),
-        ("key_stride", c_int64),
-        ("value_stride", c_int64),
-        ("rotation", c_void_p),
-        ("key_pages", c_void_p),
-        ("value_pages", c_void_p),
-        ("block_stride", c_int64),
-        ("head_stride", c_int64),
-        ("sinks", c_void_p),
-        ("output", c_void_p),
+        *integers("dtype", "cache_dtype"),
+        *pointers("query", "key", "value"),
+        *integers("query_stride", "key_stride", "value_stride"),
+        *pointers("rotation", "key_pages", "value_pages"),
+        *integers("block_stride", "head_stride"),
+        *pointers("sinks", "output"),
     ]
 
 
@@ -71,10 +53,9 @@ class RowNorm(ctypes.Structure):
     """TokendRowNorm of csrc/layers/rows.h."""
 
     _fields_ = [
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("eps", c_double),
-        ("is_layer_norm", c_int64),
+        *pointers("weight", "bias"),
+        *doubles("eps"),
+        *integers("is_layer_norm"),
     ]
 
 
@@ -82,14 +63,10 @@ class NormCall(ctypes.Structure):
     """TokendNormCall of csrc/layers/rows.h."""
 
     _fields_ = [
-        ("size", c_int64),
+        *integers("size"),
         ("norm", RowNorm),
-        ("dtype", c_int64),
-        ("num_groups", c_int64),
-        ("group_size", c_int64),
-        ("group_stride", c_int64),
-        ("x", c_void_p),
-        ("out", c_void_p),
+        *integers("dtype", "num_groups", "group_size", "group_stride"),
+        *pointers("x", "out"),
     ]
 
 
@@ -97,13 +74,8 @@ class GateCall(ctypes.Structure):
     """TokendGateCall of csrc/layers/rows.h."""
 
     _fields_ = [
-        ("kind", c_int64),
-        ("is_gated", c_int64),
-        ("dtype", c_int64),
-        ("num_rows", c_int64),
-        ("size", c_int64),
-        ("x", c_void_p),
-        ("out", c_void_p),
+        *integers("kind", "is_gated", "dtype", "num_rows", "size"),
+        *pointers("x", "out"),
     ]
 
 
@@ -111,10 +83,8 @@ class PackedShape(ctypes.Structure):
     """TokendPackedShape of csrc/products/packed/packed.h."""
 
     _fields_ = [
-        ("type", c_int64),
-        ("out_features", c_int64),
-        ("in_features", c_int64),
-        ("packed", c_void_p),
+        *integers("type", "out_features", "in_features"),
+        *pointers("packed"),
     ]
 
 
@@ -122,9 +92,8 @@ class RotatedShape(ctypes.Structure):
     """TokendRotatedShape of csrc/products/rotated/rotated.h."""
 
     _fields_ = [
-        ("out_features", c_int64),
-        ("in_features", c_int64),
-        ("packed", c_void_p),
+        *integers("out_features", "in_features"),
+        *pointers("packed"),
     ]
 
 
@@ -132,9 +101,8 @@ class Bf16Shape(ctypes.Structure):
     """TokendBf16Shape of csrc/products/bf16/bf16.h."""
 
     _fields_ = [
-        ("out_features", c_int64),
-        ("in_features", c_int64),
-        ("packed", c_void_p),
+        *integers("out_features", "in_features"),
+        *pointers("packed"),
     ]
 
 
@@ -142,11 +110,8 @@ class Fp8Shape(ctypes.Structure):
     """TokendFp8Shape of csrc/products/fp8/fp8.h."""
 
     _fields_ = [
-        ("out_features", c_int64),
-        ("in_features", c_int64),
-        ("scale_inputs", c_int64),
-        ("scale_outputs", c_int64),
-        ("packed", c_void_p),
+        *integers("out_features", "in_features", "scale_inputs", "scale_outputs"),
+        *pointers("packed"),
     ]
 
 
@@ -154,16 +119,13 @@ class Product(ctypes.Structure):
     """TokendProduct of csrc/products/packed/packed.h."""
 
     _fields_ = [
-        ("num_rows", c_int64),
-        ("input_dtype", c_int64),
-        ("input_stride", c_int64),
-        ("input", c_void_p),
-        ("bias_dtype", c_int64),
-        ("bias", c_void_p),
-        ("output_dtype", c_int64),
-        ("output_stride", c_int64),
-        ("output", c_void_p),
-        ("adds", c_int64),
+        *integers("num_rows", "input_dtype", "input_stride"),
+        *pointers("input"),
+        *integers("bias_dtype"),
+        *pointers("bias"),
+        *integers("output_dtype", "output_stride"),
+        *pointers("output"),
+        *integers("adds"),
     ]
 
 
@@ -171,12 +133,10 @@ class LinearPart(ctypes.Structure):
     """TokendLinearPart of csrc/layers/stack.h."""
 
     _fields_ = [
-        ("format", c_int64),
-        ("weight", c_void_p),
-        ("kernels", c_void_p),
-        ("out_features", c_int64),
-        ("bias_dtype", c_int64),
-        ("bias", c_void_p),
+        *integers("format"),
+        *pointers("weight", "kernels"),
+        *integers("out_features", "bias_dtype"),
+        *pointers("bias"),
     ]
 
 
@@ -184,11 +144,9 @@ class StackLinear(ctypes.Structure):
     """TokendStackLinear of csrc/layers/stack.h."""
 
     _fields_ = [
-        ("in_features", c_int64),
-        ("out_features", c_int64),
-        ("num_parts", c_int64),
-        ("parts", c_void_p),
-        ("product", c_int64),
+        *integers("in_features", "out_features", "num_parts"),
+        *pointers("parts"),
+        *integers("product"),
     ]
 
 
@@ -196,11 +154,8 @@ class LowRankPartStructure(ctypes.Structure):
     """TokendLowRankPart of csrc/layers/adapters.h."""
 
     _fields_ = [
-        ("first_output", c_int64),
-        ("num_outputs", c_int64),
-        ("first_rank", c_int64),
-        ("num_ranks", c_int64),
-        ("up", c_void_p),
+        *integers("first_output", "num_outputs", "first_rank", "num_ranks"),
+        *pointers("up"),
     ]
 
 
@@ -208,15 +163,12 @@ class LowRankStructure(ctypes.Structure):
     """TokendLowRank of csrc/layers/adapters.h."""
 
     _fields_ = [
-        ("dtype", c_int64),
-        ("in_features", c_int64),
-        ("rank", c_int64),
-        ("down", c_void_p),
-        ("num_parts", c_int64),
-        ("parts", c_void_p),
-        ("out_features", c_int64),
-        ("gain", c_void_p),
-        ("shift", c_void_p),
+        *integers("dtype", "in_features", "rank"),
+        *pointers("down"),
+        *integers("num_parts"),
+        *pointers("parts"),
+        *integers("out_features"),
+        *pointers("gain", "shift"),
     ]
 
 
@@ -224,10 +176,9 @@ class AdapterRowsStructure(ctypes.Structure):
     """TokendAdapterRows of csrc/layers/adapters.h."""
 
     _fields_ = [
-        ("products", c_void_p),
-        ("num_rows", c_int64),
-        ("rows", c_void_p),
-        ("scales", c_void_p),
+        *pointers("products"),
+        *integers("num_rows"),
+        *pointers("rows", "scales"),
     ]
 
 
@@ -235,10 +186,10 @@ class StepAdaptersStructure(ctypes.Structure):
     """TokendStepAdapters of csrc/layers/adapters.h."""
 
     _fields_ = [
-        ("num_groups", c_int64),
-        ("groups", c_void_p),
-        ("max_rank", c_int64),
-        ("places", c_void_p),
+        *integers("num_groups"),
+        *pointers("groups"),
+        *integers("max_rank"),
+        *pointers("places"),
     ]
 
 
@@ -246,14 +197,11 @@ class AdaptersRun(ctypes.Structure):
     """TokendAdaptersRun of csrc/layers/adapters.h."""
 
     _fields_ = [
-        ("adapters", c_void_p),
-        ("product", c_int64),
-        ("dtype", c_int64),
-        ("x_stride", c_int64),
-        ("x", c_void_p),
-        ("y_stride", c_int64),
-        ("y", c_void_p),
-        ("scratch", c_void_p),
+        *pointers("adapters"),
+        *integers("product", "dtype", "x_stride"),
+        *pointers("x"),
+        *integers("y_stride"),
+        *pointers("y", "scratch"),
     ]
 
 
@@ -261,14 +209,9 @@ class LatentStructure(ctypes.Structure):
     """TokendLatentAttention of csrc/layers/stack.h."""
 
     _fields_ = [
-        ("query_rank", c_int64),
-        ("plain_size", c_int64),
-        ("rotated_size", c_int64),
-        ("rank", c_int64),
-        ("value_size", c_int64),
+        *integers("query_rank", "plain_size", "rotated_size", "rank", "value_size"),
         ("query", StackLinear),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        *pointers("keys", "values"),
     ]
 
 
@@ -279,13 +222,9 @@ class StackRecurrence(ctypes.Structure):
         ("rows", StackLinear),
         ("gates", StackLinear),
         ("output", StackLinear),
-        ("input_factor", c_double),
-        ("output_factor", c_double),
-        ("state_offset", c_int64),
-        ("log_offset", c_int64),
-        ("layer", c_void_p),
-        ("bytes", c_void_p),
-        ("run", c_void_p),
+        *doubles("input_factor", "output_factor"),
+        *integers("state_offset", "log_offset"),
+        *pointers("layer", "bytes", "run"),
     ]
 
 
@@ -293,7 +232,7 @@ class StackLayer(ctypes.Structure):
     """TokendStackLayer of csrc/layers/stack.h."""
 
     _fields_ = [
-        ("recurrence", c_void_p),
+        *pointers("recurrence"),
         ("attention_norm", RowNorm),
         ("qkv", StackLinear),
         ("query_norm", RowNorm),
@@ -306,13 +245,11 @@ class StackLayer(ctypes.Structure):
         ("down", StackLinear),
         ("mlp_post_norm", RowNorm),
         ("mlp_sum_norm", RowNorm),
-        ("moe", c_void_p),
-        ("rope_table", c_int64),
-        ("sinks", c_void_p),
-        ("latent", c_void_p),
-        ("attention_call", c_int64),
-        ("input_factor", c_double),
-        ("output_factor", c_double),
+        *pointers("moe"),
+        *integers("rope_table"),
+        *pointers("sinks", "latent"),
+        *integers("attention_call"),
+        *doubles("input_factor", "output_factor"),
     ]
 
 
@@ -320,17 +257,10 @@ class RouterStructure(ctypes.Structure):
     """TokendRouter of csrc/layers/moe.h."""
 
     _fields_ = [
-        ("num_experts", c_int64),
-        ("top_k", c_int64),
-        ("scoring", c_int64),
-        ("normalises", c_int64),
-        ("num_groups", c_int64),
-        ("top_groups", c_int64),
-        ("best_of_group", c_int64),
-        ("scale", c_double),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("selection_bias", c_void_p),
+        *integers("num_experts", "top_k", "scoring", "normalises", "num_groups", "top_groups"),
+        *integers("best_of_group"),
+        *doubles("scale"),
+        *pointers("weight", "bias", "selection_bias"),
     ]
 
 
@@ -347,18 +277,15 @@ class MoeStructure(ctypes.Structure):
     """TokendMoe of csrc/layers/moe.h."""
 
     _fields_ = [
-        ("hidden_size", c_int64),
-        ("inner_size", c_int64),
-        ("gate", c_int64),
+        *integers("hidden_size", "inner_size", "gate"),
         ("router", RouterStructure),
-        ("first_expert", c_int64),
-        ("end_expert", c_int64),
-        ("experts", c_void_p),
-        ("shared_size", c_int64),
+        *integers("first_expert", "end_expert"),
+        *pointers("experts"),
+        *integers("shared_size"),
         ("shared", ExpertStructure),
-        ("shared_gate", c_void_p),
-        ("num_thread_groups", c_int64),
-        ("thread_group_ends", c_void_p),
+        *pointers("shared_gate"),
+        *integers("num_thread_groups"),
+        *pointers("thread_group_ends"),
     ]
 
 
@@ -366,16 +293,12 @@ class MoeRun(ctypes.Structure):
     """TokendMoeRun of csrc/layers/moe.h."""
 
     _fields_ = [
-        ("dtype", c_int64),
-        ("num_rows", c_int64),
-        ("input_stride", c_int64),
-        ("input", c_void_p),
-        ("output_stride", c_int64),
-        ("output", c_void_p),
-        ("adds", c_int64),
-        ("scratch", c_void_p),
-        ("chosen", c_void_p),
-        ("adapters", c_void_p),
+        *integers("dtype", "num_rows", "input_stride"),
+        *pointers("input"),
+        *integers("output_stride"),
+        *pointers("output"),
+        *integers("adds"),
+        *pointers("scratch", "chosen", "adapters"),
     ]
 
 
@@ -383,8 +306,8 @@ class RopeTable(ctypes.Structure):
     """TokendRopeTable of csrc/layers/stack.h."""
 
     _fields_ = [
-        ("num_positions", c_int64),
-        ("table", c_void_p),
+        *integers("num_positions"),
+        *pointers("table"),
     ]
 
 
@@ -392,22 +315,11 @@ class Stack(ctypes.Structure):
     """TokendStack of csrc/layers/stack.h."""
 
     _fields_ = [
-        ("num_layers", c_int64),
-        ("hidden_size", c_int64),
-        ("inner_size", c_int64),
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("gate", c_int64),
-        ("is_gated", c_int64),
-        ("gate_factor", c_double),
-        ("output_factor", c_double),
-        ("gates_attention", c_int64),
-        ("is_parallel", c_int64),
-        ("norms_heads_jointly", c_int64),
-        ("num_rope_tables", c_int64),
-        ("rope_tables", c_void_p),
-        ("layers", c_void_p),
+        *integers("num_layers", "hidden_size", "inner_size", "num_heads", "num_kv_heads"),
+        *integers("head_dim", "gate", "is_gated"),
+        *doubles("gate_factor", "output_factor"),
+        *integers("gates_attention", "is_parallel", "norms_heads_jointly", "num_rope_tables"),
+        *pointers("rope_tables", "layers"),
     ]
 
 
@@ -415,10 +327,7 @@ class AttentionCall(ctypes.Structure):
     """TokendAttentionCall of csrc/layers/stack.h."""
 
     _fields_ = [
-        ("run", c_void_p),
-        ("step", c_void_p),
-        ("plan", c_void_p),
-        ("layer", c_void_p),
+        *pointers("run", "step", "plan", "layer"),
     ]
 
 
@@ -426,25 +335,14 @@ class StackRun(ctypes.Structure):
     """TokendStackRun of csrc/layers/stack.h."""
 
     _fields_ = [
-        ("dtype", c_int64),
-        ("num_rows", c_int64),
-        ("hidden", c_void_p),
-        ("positions", c_void_p),
-        ("attention_calls", c_void_p),
-        ("recurrence", c_void_p),
-        ("scratch", c_void_p),
-        ("is_timed", c_int64),
-        ("product_ns", c_int64),
-        ("attention_ns", c_int64),
-        ("chosen", c_void_p),
-        ("chosen_stride", c_int64),
-        ("num_recorded", c_int64),
-        ("recorded", c_void_p),
-        ("residuals", c_void_p),
-        ("residual_stride", c_int64),
-        ("progress", c_void_p),
-        ("adapters", c_void_p),
-        ("adapter_scratch", c_void_p),
+        *integers("dtype", "num_rows"),
+        *pointers("hidden", "positions", "attention_calls", "recurrence", "scratch"),
+        *integers("is_timed", "product_ns", "attention_ns"),
+        *pointers("chosen"),
+        *integers("chosen_stride", "num_recorded"),
+        *pointers("recorded", "residuals"),
+        *integers("residual_stride"),
+        *pointers("progress", "adapters", "adapter_scratch"),
     ]
 
 
@@ -452,17 +350,10 @@ class DeltaRuleStructure(ctypes.Structure):
     """TokendDeltaRule of csrc/layers/delta_rule.h."""
 
     _fields_ = [
-        ("num_key_heads", c_int64),
-        ("num_value_heads", c_int64),
-        ("key_size", c_int64),
-        ("value_size", c_int64),
-        ("is_tiled", c_int64),
-        ("num_taps", c_int64),
-        ("taps", c_void_p),
-        ("decay", c_void_p),
-        ("time_bias", c_void_p),
-        ("norm", c_void_p),
-        ("norm_eps", c_double),
+        *integers("num_key_heads", "num_value_heads", "key_size", "value_size", "is_tiled"),
+        *integers("num_taps"),
+        *pointers("taps", "decay", "time_bias", "norm"),
+        *doubles("norm_eps"),
     ]
 
 
@@ -470,22 +361,10 @@ class Mamba2Structure(ctypes.Structure):
     """TokendMamba2 of csrc/layers/mamba2.h."""
 
     _fields_ = [
-        ("num_heads", c_int64),
-        ("head_size", c_int64),
-        ("num_groups", c_int64),
-        ("state_size", c_int64),
-        ("num_taps", c_int64),
-        ("gate_norm", c_int64),
-        ("has_wide_output", c_int64),
-        ("taps", c_void_p),
-        ("conv_bias", c_void_p),
-        ("decay", c_void_p),
-        ("time_bias", c_void_p),
-        ("skip", c_void_p),
-        ("norm", c_void_p),
-        ("norm_eps", c_double),
-        ("gate_factor", c_double),
-        ("time_factor", c_double),
+        *integers("num_heads", "head_size", "num_groups", "state_size", "num_taps", "gate_norm"),
+        *integers("has_wide_output"),
+        *pointers("taps", "conv_bias", "decay", "time_bias", "skip", "norm"),
+        *doubles("norm_eps", "gate_factor", "time_factor"),
     ]
 
 
@@ -493,10 +372,8 @@ class ShortConvStructure(ctypes.Structure):
     """TokendShortConv of csrc/layers/short_conv.h."""
 
     _fields_ = [
-        ("channels", c_int64),
-        ("num_taps", c_int64),
-        ("taps", c_void_p),
-        ("bias", c_void_p),
+        *integers("channels", "num_taps"),
+        *pointers("taps", "bias"),
     ]
 
 
@@ -504,23 +381,9 @@ class RecurrenceRun(ctypes.Structure):
     """TokendRecurrenceRun of csrc/layers/recurrence.h."""
 
     _fields_ = [
-        ("dtype", c_int64),
-        ("num_seqs", c_int64),
-        ("num_tokens", c_int64),
-        ("row_stride", c_int64),
-        ("gate_stride", c_int64),
-        ("rows", c_void_p),
-        ("gates", c_void_p),
-        ("query_start", c_void_p),
-        ("token_start", c_void_p),
-        ("sources", c_void_p),
-        ("write_start", c_void_p),
-        ("write_bases", c_void_p),
-        ("write_ends", c_void_p),
-        ("write_slots", c_void_p),
-        ("states", c_void_p),
-        ("slot_stride", c_int64),
-        ("max_logged", c_int64),
-        ("scratch", c_void_p),
-        ("out", c_void_p),
+        *integers("dtype", "num_seqs", "num_tokens", "row_stride", "gate_stride"),
+        *pointers("rows", "gates", "query_start", "token_start", "sources", "write_start"),
+        *pointers("write_bases", "write_ends", "write_slots", "states"),
+        *integers("slot_stride", "max_logged"),
+        *pointers("scratch", "out"),
     ]

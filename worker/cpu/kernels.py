@@ -216,8 +216,7 @@ def limit_kernels(setting: CpuKernels) -> None:
     found = {variant.name: variant for variant in runnable_variants()}
     if setting not in found:
         raise ConfigError(
-            f"--cpu-kernels {setting} cannot run here; possible: {', '.join(('auto', *found))}",
-            "cpu_kernels",
+            f"--cpu-kernels {setting} cannot run here; possible: {', '.join(('auto', *found))}"
         )
     _allowed = found[setting]
 

@@ -5,11 +5,7 @@ from typing import Final
 
 import torch
 
-from worker.cpu.kernel_structures import (
-    GateCall,
-    NormCall,
-    RowNorm,
-)
+from worker.cpu.kernel_structures import GateCall, NormCall, RowNorm
 from worker.cpu.kernels import DTYPE_CODES, Kernels
 from worker.layers.activation import Activation, Gate
 from worker.layers.norm import Norm, NormWeight

@@ -96,13 +96,12 @@ def create_cuda_device(config: ServeConfig, rank: int) -> "CudaDevice":
     Raises ConfigError without a GPU, or with fewer GPUs than workers.
     """
     if not torch.cuda.is_available():
-        raise ConfigError(f"--device cuda: {_why_no_cuda()}; --device cpu works here", "device")
+        raise ConfigError(f"--device cuda: {_why_no_cuda()}; --device cpu works here")
     size, found = config.parallel.tensor_parallel_size, torch.cuda.device_count()
     if size > found:
         raise ConfigError(
             f"--tensor-parallel-size {size}: each worker needs a GPU of its own, {found} found; "
-            "--device cpu shares a model among workers without any",
-            "tensor_parallel_size",
+            "--device cpu shares a model among workers without any"
         )
     sizes = {torch.cuda.get_device_properties(index).total_memory for index in range(size)}
     if len(sizes) > 1 and config.scheduler.max_num_batched_tokens is None:
@@ -202,8 +201,7 @@ class CudaDevice(Device):
         if lora.enable_lora and isinstance(spec, TransformersSpec):
             raise ConfigError(
                 f"--enable-lora: {setup.prepared.architecture} runs on transformers' code, which "
-                "has adapters on a CPU only so far: --device cpu is needed",
-                "enable_lora",
+                "has adapters on a CPU only so far: --device cpu is needed"
             )
         if setup.prepared.vision is not None:
             raise ConfigError(
@@ -215,8 +213,7 @@ class CudaDevice(Device):
         if lora.enable_lora and tables:
             raise ConfigError(
                 f"--lora-target-modules {tables[0]}: on a GPU adapters change neither embedding "
-                "nor head: --device cpu is needed",
-                "lora_target_modules",
+                "nor head: --device cpu is needed"
             )
         if spec.state_layers:
             raise ConfigError(
@@ -277,8 +274,7 @@ class CudaDevice(Device):
             raise ConfigError(
                 f"--max-num-seqs {config.scheduler.max_num_seqs}: {row_bytes} bytes "
                 f"({memory_size(row_bytes)}) of rows is more than the {free} bytes "
-                f"({memory_size(free)}) of memory that are free",
-                "max_num_seqs",
+                f"({memory_size(free)}) of memory that are free"
             )
         return Counter()
 
@@ -289,8 +285,7 @@ class CudaDevice(Device):
             raise ConfigError(
                 f"--max-cpu-loras {config.num_resident}: adapters of {held} bytes "
                 f"({memory_size(held)}) are more than the {free} bytes ({memory_size(free)}) of "
-                "the host's memory that are free; give a smaller one, or a smaller --max-lora-rank",
-                "max_cpu_loras",
+                "the host's memory that are free; give a smaller one, or a smaller --max-lora-rank"
             )
         return Counter({f"{config.max_loras} adapters": config.max_loras * adapter_bytes})
 
@@ -375,8 +370,7 @@ class CudaDevice(Device):
                 f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves nothing for the "
                 f"KV pool: it allows {left + peak + total - free} bytes of {total} "
                 f"({memory_size(total)}), {total - free} ({memory_size(total - free)}) are taken "
-                f"and the largest step needs {peak} ({memory_size(peak)})",
-                "gpu_memory_utilization",
+                f"and the largest step needs {peak} ({memory_size(peak)})"
             )
         return left
 

@@ -22,8 +22,13 @@ from worker.cuda.attention.flashinfer_latent import create_flashinfer
 from worker.cuda.attention.kv_store import TritonStore
 from worker.cuda.graphs import DecodeGraphs, graph_sizes
 from worker.cuda.layers.adapter_slots import SlotAdapters
-from worker.cuda.sampling.device_kernels import RowEditArrays, TritonEdits, largest_edits
-from worker.cuda.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
+from worker.cuda.sampling.device_kernels import (
+    RowEditArrays,
+    TritonDraw,
+    TritonEdits,
+    largest_edits,
+)
+from worker.cuda.sampling.device_sampler import DeviceDraw, DeviceSampler, largest_params
 from worker.cuda.sampling.draft_draw import DeviceDraftDraw
 from worker.cuda.transfers import QueuedTransfers
 from worker.models.decoder import Decoder
@@ -52,7 +57,7 @@ class DeviceKernels:
 
     load_flashinfer: Callable[[], Library]
     store: TritonStore
-    draw: KeyedDraw
+    draw: TritonDraw
     edits: TritonEdits
 
 
@@ -272,7 +277,7 @@ def _create_attention(
     """
     config, shape, cache = parts.config, parts.model.spec.attention_shape, parts.kv_cache
     if config.attention_backend == "cpu":
-        raise ConfigError("--attention-backend cpu needs --device cpu", "attention_backend")
+        raise ConfigError("--attention-backend cpu needs --device cpu")
     try:
         refuse_unsupported(shape, parts.dtype, cache.dtype)
         library = gpu.kernels.load_flashinfer()

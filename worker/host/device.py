@@ -120,16 +120,13 @@ class HostDevice(Device):
 
     def check_kv_dtype(self, setting: KVCacheDType) -> None:
         if setting == "fp8":
-            raise ConfigError(
-                "--kv-cache-dtype fp8 needs --device cuda; a CPU has int8", "kv_cache_dtype"
-            )
+            raise ConfigError("--kv-cache-dtype fp8 needs --device cuda; a CPU has int8")
 
     def refuse(self, setup: ModelSetup) -> None:
         if setup.config.device.cascade_attention_from:
             raise ConfigError(
                 "--cascade-attention-from needs --device cuda: attention on a CPU reads the pages "
-                "of each sequence by themselves",
-                "cascade_attention_from",
+                "of each sequence by themselves"
             )
 
     # ---- Memory ----

@@ -40,7 +40,6 @@ class Experts(Protocol):
         x: [T, hidden]. weights: float32 [T, top_k]. chosen: int64 [T, top_k], experts of the whole
         layer; those of other ranks add nothing.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

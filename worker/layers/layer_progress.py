@@ -29,27 +29,21 @@ class LayerProgress(Protocol):
 
     def begin_step(self, *, has_copies: bool) -> None:
         """Start with a step that is about to be launched; without copies nothing waits."""
-        ...
 
     def note_loaded(self, layer: int) -> None:
         """Let a layer be computed: the KV that it reads is there."""
-        ...
 
     def begin_layer(self, layer: int) -> None:
         """Wait until a layer may be computed; called where layers are called one by one."""
-        ...
 
     def end_layer(self, layer: int) -> None:
         """Note that K and V of a layer are written, or will be by what is queued on a device."""
-        ...
 
     def wait_computed(self, layer: int) -> None:
         """Wait until K and V of a layer are written; called by another thread than the step's."""
-        ...
 
     def end_step(self) -> None:
         """End the step, which is computed or abandoned: no thread waits any longer."""
-        ...
 
 
 class HostProgress:

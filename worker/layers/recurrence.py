@@ -23,32 +23,26 @@ class RecurrenceShape(Protocol):
     @property
     def state_floats(self) -> int:
         """Floats of the state of a sequence: matrices, and the last inputs of a convolution."""
-        ...
 
     @property
     def logged_floats(self) -> int:
         """Floats of the log of a token: inputs of the convolution, and of the gates."""
-        ...
 
     @property
     def scratch_floats(self) -> int:
         """Floats of memory that a token takes while a layer runs."""
-        ...
 
     @property
     def flops_per_token(self) -> int:
         """FLOPs of a token between the projections; a convolution of a few taps is left out."""
-        ...
 
     @property
     def input_sizes(self) -> tuple[int, ...]:
         """Columns of each projection of the input."""
-        ...
 
     @property
     def num_outputs(self) -> int:
         """Columns of the output."""
-        ...
 
 
 class Recurrence(Protocol):
@@ -71,7 +65,6 @@ class Recurrence(Protocol):
         The bits of a token do not depend on the sequences beside its own, nor on how its own is
         cut into steps. The output has the dtype of the inputs, unless the kind says otherwise.
         """
-        ...
 
 
 Recurrences = Mapping[type[Any], Callable[[Any, Any], Recurrence]]

@@ -81,56 +81,45 @@ class WeightFormat(Protocol):
     @property
     def name(self) -> str:
         """Part of the KV cache's fingerprint: another name means other arithmetic."""
-        ...
 
     @property
     def memory(self) -> Counter[str]:
         """Bytes of the weights built so far, by format."""
-        ...
 
     @property
     def dense_names(self) -> list[str]:
         """Weights that are dense although the format would quantise them."""
-        ...
 
     def is_batch_invariant(self, dtype: torch.dtype) -> bool:
         """Return whether a row has the same bits in a step of any number of rows.
 
         dtype: of the activations.
         """
-        ...
 
     @property
     def arithmetic(self) -> set[str]:
         """What tells the products built so far apart in a KV fingerprint, beside `name`."""
-        ...
 
     def choose_kernels(self, dtype: torch.dtype, folder: str) -> list[KernelChoice]:
         """Let the fastest kernels multiply with the weights that were built so far.
 
         dtype: of the activations. folder: where times of products are kept.
         """
-        ...
 
     def read_product(self, source: WeightSource, product: Product) -> BuildLinear:
         """Read a product from the files; safe in several threads at once."""
-        ...
 
     def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
         """Read the experts of a layer from the files; safe in several threads at once."""
-        ...
 
     def read_ends(self, source: WeightSource, *, tied: bool) -> BuildEnds:
         """Read embedding and head from the files. tied: the embedding is the head, too."""
-        ...
 
     def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
         """Return what `read_product` and its build would add to `memory`, without reading."""
-        ...
 
     def ends_bytes(self, source: WeightSource, *, tied: bool) -> Counter[str]:
         """Return what `read_ends` and its build would add to `memory`, without reading."""
-        ...
 
 
 class DenseFormat:

@@ -22,12 +22,7 @@ from proto.messages.prepared_model import PreparedModel
 from proto.runtime.host_resources import ALLOWED_CPUS
 from worker.layers.activation import Activation, is_gated
 from worker.layers.adapters import AdapterTargets
-from worker.layers.embedding import (
-    Embedding,
-    EmbeddingTable,
-    EncoderInput,
-    vocab_parallel_table,
-)
+from worker.layers.embedding import Embedding, EmbeddingTable, EncoderInput, vocab_parallel_table
 from worker.layers.experts import (
     AdaptedExperts,
     DenseExperts,

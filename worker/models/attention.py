@@ -214,8 +214,7 @@ class AttentionSpec(PartSpec):
             if len(ranks) > queries:
                 raise ConfigError(
                     f"--tensor-parallel-size {size}: {self.num_heads} query heads over "
-                    f"{self.num_kv_heads} KV heads do not suffice for so many workers",
-                    "tensor_parallel_size",
+                    f"{self.num_kv_heads} KV heads do not suffice for so many workers"
                 )
             first = kv * queries
             heads += [
@@ -252,11 +251,7 @@ class Attention:
         self.sinks = sinks
         self.layer = layer
         self._gate = gate
-        self._parts = (
-            spec.query_rows // spec.head_dim,
-            spec.num_kv_heads,
-            spec.num_kv_heads,
-        )
+        self._parts = (spec.query_rows // spec.head_dim, spec.num_kv_heads, spec.num_kv_heads)
         self._heads = (sum(self._parts), spec.head_dim)
 
     def add_to(

@@ -3,8 +3,7 @@
 A family builds its decoder of these pieces, and says by `dataclasses.replace` what is different:
 
     attention = replace(llama_attention(config), qkv_bias=True)
-    layers = attention_layers(config, attention)
-    return replace(decoder(config, layers, gated_mlps(config)), norm_type="layer")
+    return replace(attention_decoder(config, attention), norm_type="layer")
 
 All raise ModelError naming key and value for what is missing or not supported.
 """
@@ -18,12 +17,7 @@ from worker.layers.router import RouterSpec
 from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
 from worker.models.latent_attention import LatentAttentionSpec
-from worker.models.layout import (
-    FULL,
-    layer_kinds,
-    layer_windows,
-    num_layers_of,
-)
+from worker.models.layout import FULL, layer_kinds, layer_windows, num_layers_of
 from worker.models.mlp import MlpSpec
 from worker.models.moe import MoeNames, MoeSpec
 from worker.models.parts import PartSpec
@@ -35,23 +29,39 @@ _MAX_GROUPS: Final = 64
 """Most groups of experts: the kernel has a bit for each."""
 _EXPERTS_KEYS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts: one name each, some a new one since then."""
+ACTIVATIONS: Final[dict[str, Activation]] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activations by their names in configurations."""
 MAX_HEAD_DIM: Final = 1 << 14
 _MAX_ROTATIONS: Final = 1 << 30
 """Positions times the size of a head: cosines and sines of all are kept."""
 
 
 def decoder(
-    config: ConfigReader, mixers: Sequence[PartSpec], mlps: Sequence[PartSpec]
+    config: ConfigReader,
+    mixers: Sequence[PartSpec],
+    mlps: Sequence[PartSpec],
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
 ) -> ModelSpec:
-    """Return the spec of a decoder with Llama's norms and ends, and these parts of each layer."""
+    """Return the spec of a decoder with Llama's norms and ends, and these parts of each layer.
+
+    eps, tied: for a configuration without `rms_norm_eps`, `tie_word_embeddings`.
+    """
     names = config.get("architectures") or [""]
     return ModelSpec(
         architecture=names[0],
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
         max_position=config.integer("max_position_embeddings"),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        tied_embeddings=config.flag("tie_word_embeddings", False),
+        norm_eps=config.number("rms_norm_eps", eps),
+        tied_embeddings=config.flag("tie_word_embeddings", tied),
         layers=tuple(
             LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True)
         ),
@@ -103,6 +113,27 @@ def llama_attention(
     )
 
 
+def bidirectional_attention(config: ConfigReader, rope: Rope) -> AttentionSpec:
+    """Return multi-head attention without a causal mask, every head with keys of its own.
+
+    For encoders. Raises ModelError for heads that do not divide the hidden size, or of an odd size.
+    """
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if hidden_size % (2 * num_heads):
+        reason = f"heads of an even size must divide hidden_size = {hidden_size}"
+        raise config.refusal("num_attention_heads", num_heads, reason)
+    head_dim = hidden_size // num_heads
+    return AttentionSpec(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        bidirectional=True,
+        rope=rope,
+    )
+
+
 def attention_layers(
     config: ConfigReader,
     attention: AttentionSpec,
@@ -116,7 +147,7 @@ def attention_layers(
     """
     if windows is None:
         kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
-        windows = layer_windows(config, kinds, {FULL: None})
+        windows = layer_windows(config, kinds, None)
     ropes = ropes or [attention.rope] * len(windows)
     num_pairs = attention.rotary_dim // 2
     for rope in ropes:
@@ -128,6 +159,24 @@ def attention_layers(
         replace(attention, window=window, rope=rope)
         for window, rope in zip(windows, ropes, strict=True)
     ]
+
+
+def attention_decoder(
+    config: ConfigReader,
+    attention: AttentionSpec,
+    windows: Sequence[int | None] | None = None,
+    ropes: Sequence[Rope] | None = None,
+    *,
+    mlps: Sequence[PartSpec] | None = None,
+    eps: float = 1e-6,
+    tied: bool = False,
+) -> ModelSpec:
+    """Return the spec of a decoder in which every layer has attention, and gated MLPs by default.
+
+    windows, ropes: see `attention_layers`. eps, tied: see `decoder`.
+    """
+    layers = attention_layers(config, attention, windows, ropes)
+    return decoder(config, layers, gated_mlps(config) if mlps is None else mlps, eps=eps, tied=tied)
 
 
 def gated_mlps(
@@ -194,15 +243,24 @@ def latent_decoder(
     )
 
 
+def moe_spec(
+    config: ConfigReader, router: RouterSpec, inner: str = "moe_intermediate_size"
+) -> MoeSpec:
+    """Return a mixture of experts without a shared one. inner: the key of the size of an expert."""
+    return MoeSpec(
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer(inner),
+        router=router,
+    )
+
+
 def qwen_mixture(config: ConfigReader, *, normalised: bool) -> MoeSpec:
     """Return the mixture of these models: its shared expert has a gate.
 
     normalised: whether the weights of a token's experts sum to 1.
     """
-    return MoeSpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        router=replace(router_from_config(config), normalised=normalised),
+    return replace(
+        moe_spec(config, replace(router_from_config(config), normalised=normalised)),
         shared_size=config.integer("shared_expert_intermediate_size"),
         shared_gate=True,
         names=MoeNames(shared="mlp.shared_expert"),
@@ -239,18 +297,18 @@ def router_from_config(config: ConfigReader, best_of_group: Literal[1, 2] = 2) -
 
 
 def dense_and_sparse(
-    config: ConfigReader, mixture: PartSpec, is_sparse: Callable[[int], bool]
+    config: ConfigReader, experts: PartSpec, is_sparse: Callable[[int], bool]
 ) -> tuple[PartSpec, ...]:
-    """Return the MLP of each layer: the mixture, or a gated MLP of `intermediate_size`."""
+    """Return the MLP of each layer: a mixture of experts, or a gated MLP of `intermediate_size`."""
     numbers = range(num_layers_of(config))
     if all(map(is_sparse, numbers)):
         config.get("intermediate_size")
-        return (mixture,) * len(numbers)
+        return (experts,) * len(numbers)
     dense = MlpSpec(
         hidden_size=config.integer("hidden_size"),
         intermediate_size=config.integer("intermediate_size"),
     )
-    return tuple(mixture if is_sparse(number) else dense for number in numbers)
+    return tuple(experts if is_sparse(number) else dense for number in numbers)
 
 
 def qwen_sparse_layers(config: ConfigReader) -> Callable[[int], bool]:
@@ -281,15 +339,10 @@ def deepseek_mixture(config: ConfigReader, router: RouterSpec, num_shared: int =
 
     num_shared: their number if the configuration does not say it.
     """
-    inner, shared = config.integer("moe_intermediate_size"), config.get("n_shared_experts")
-    if shared is not None:
+    if config.get("n_shared_experts") is not None:
         num_shared = config.integer("n_shared_experts", least=0)
-    return MoeSpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=inner,
-        router=router,
-        shared_size=inner * num_shared,
-    )
+    experts = moe_spec(config, router)
+    return replace(experts, shared_size=experts.intermediate_size * num_shared)
 
 
 def mixtures_above_dense_layers(config: ConfigReader, router: RouterSpec) -> tuple[PartSpec, ...]:

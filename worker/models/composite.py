@@ -6,14 +6,7 @@ from itertools import chain
 
 import torch
 
-from worker.models.parts import (
-    ForwardContext,
-    LayerPart,
-    PartReader,
-    PartSpec,
-    Shard,
-    WeightSpec,
-)
+from worker.models.parts import ForwardContext, LayerPart, PartReader, PartSpec, Shard, WeightSpec
 
 _ANY_NUMBER = 1 << 20
 

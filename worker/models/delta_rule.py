@@ -13,14 +13,7 @@ import torch
 
 from proto.errors import ConfigError
 from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights
-from worker.models.parts import (
-    PartReader,
-    Shard,
-    WeightSpec,
-    divide_evenly,
-    projection,
-    stacked,
-)
+from worker.models.parts import PartReader, Shard, WeightSpec, divide_evenly, projection, stacked
 from worker.models.recurrence import RecurrentMixer, RecurrentSpec
 
 
@@ -150,8 +143,7 @@ class DeltaRuleSpec(RecurrentSpec):
         if size > 1 and shape.is_tiled:
             raise ConfigError(
                 f"--tensor-parallel-size {size}: a GGUF file has the value heads of linear "
-                "attention in an order that ranks cannot share; use a Hugging Face folder",
-                "tensor_parallel_size",
+                "attention in an order that ranks cannot share; use a Hugging Face folder"
             )
         own = divide_evenly(shape.num_key_heads, size)[rank]
         num_each = shape.num_value_heads // shape.num_key_heads

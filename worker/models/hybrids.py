@@ -12,6 +12,7 @@ from typing import Final
 from worker.layers.delta_rule import DeltaRuleShape
 from worker.layers.mamba2 import GateNorm, Mamba2Shape
 from worker.layers.short_conv import ShortConvShape
+from worker.models.attention import AttentionSpec
 from worker.models.common import (
     MAX_HEAD_DIM,
     attention_layers,
@@ -31,11 +32,7 @@ from worker.models.spec import ModelSpec
 _MAX_TAPS: Final = 64
 _OLDER_KINDS: Final = {"mamba": LINEAR, "mamba2": LINEAR, "attention": FULL}
 """What older configurations call kinds of layers."""
-_NO_LIMITS: Final = (
-    [0.0, math.inf],
-    [0.0, None],
-    [0.0, {"__float__": "Infinity"}],
-)
+_NO_LIMITS: Final = ([0.0, math.inf], [0.0, None], [0.0, {"__float__": "Infinity"}])
 """Limits of a time step that limit nothing, as JSON has them."""
 
 
@@ -50,6 +47,19 @@ def hybrid_kinds(
             {"layer_types": renamed, "num_hidden_layers": config.get("num_hidden_layers")}
         )
     return layer_kinds(config, supported, default)
+
+
+def hybrid_mixers(
+    config: ConfigReader, kinds: Sequence[str], attention: AttentionSpec, recurrent: PartSpec
+) -> list[PartSpec]:
+    """Return the mixer of each layer: attention in those of the kind FULL, without a window.
+
+    Raises ModelError if no layer has attention.
+    """
+    if FULL not in kinds:
+        raise config.refusal("layer_types", list(set(kinds)), f"one {FULL} at least is needed")
+    heads = attention_layers(config, attention, windows=[None] * len(kinds))
+    return [head if kind == FULL else recurrent for kind, head in zip(kinds, heads, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +160,6 @@ def delta_rule_decoder(
     kinds = layer_kinds(
         config, (LINEAR, FULL), lambda layer: LINEAR if (layer + 1) % interval else FULL
     )
-    if FULL not in kinds:
-        raise config.refusal("layer_types", list(set(kinds)), f"one {FULL} at least is needed")
     key_heads, value_heads = (
         config.integer(f"linear_num_{part}_heads", default, most=MAX_HEAD_DIM)
         for part, default in (("key", 16), ("value", 32))
@@ -174,16 +182,17 @@ def delta_rule_decoder(
         grouped_gates=grouped,
         of_llama_cpp=of_llama_cpp,
     )
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 256), rotary_fraction=0.25),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(
+            config,
+            head_dim=config.integer("head_dim", 256),
+            rotary_fraction=0.25,
+            bias=config.flag("attention_bias", False),
+        ),
         qk_norm=True,
         output_gate=True,
     )
-    heads = attention_layers(config, attention, windows=[None] * len(kinds))
-    mixers = [mixer if kind == LINEAR else head for kind, head in zip(kinds, heads, strict=True)]
+    mixers = hybrid_mixers(config, kinds, attention, mixer)
     return replace(
         decoder(config, mixers, mlps or gated_mlps(config)),
         norms=QWEN_NORMS,

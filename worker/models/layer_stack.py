@@ -40,7 +40,6 @@ class LayerStack(Protocol):
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
         """Return whether the stack can compute a step of `num_rows` tokens with this backend."""
-        ...
 
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
@@ -50,22 +49,18 @@ class LayerStack(Protocol):
         positions: int64 [T], contiguous; raises IndexError for one beyond the model's length.
         `attention` has planned the step. The memory of `hidden` may be reused.
         """
-        ...
 
     def record_experts(self, record: torch.Tensor) -> None:
         """Write the experts of each step's rows to `record`, int32 [mixtures, rows, top_k]."""
-        ...
 
     def record_residuals(self, layers: Sequence[int], record: torch.Tensor) -> None:
         """Write the residual before some layers to `record`, [layers, rows, hidden], in each step.
 
         The number of all layers stands for what follows the last one.
         """
-        ...
 
     def track_layers(self, progress: LayerProgress | None) -> None:
         """Wait before each layer and note it afterwards; None: no longer."""
-        ...
 
 
 class EagerLayers:

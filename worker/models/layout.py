@@ -3,7 +3,7 @@
 Without torch, as configurations are read in processes that do not compute, too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,24 +96,21 @@ def layer_kinds(
 
 
 def layer_windows(
-    config: ConfigReader, kinds: tuple[str, ...], windows: Mapping[str, int | None]
+    config: ConfigReader, kinds: tuple[str, ...], window: int | None
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer by its kind.
+    """Return the window of each layer: `window` if it is WINDOWED, else None.
 
     A window as long as the model's longest sequence hides nothing and becomes None.
     """
-    max_position = config.integer("max_position_embeddings")
-    narrow = {
-        kind: window if window is not None and window < max_position else None
-        for kind, window in windows.items()
-    }
-    return tuple(narrow[kind] for kind in kinds)
+    if window is not None and window >= config.integer("max_position_embeddings"):
+        window = None
+    return tuple(window if kind == WINDOWED else None for kind in kinds)
 
 
 def windows_of_all_layers(config: ConfigReader, window: int | None) -> tuple[int | None, ...]:
     """Return the same window for each layer; None for full attention."""
     kind = FULL if window is None else WINDOWED
-    return layer_windows(config, layer_kinds(config, (kind,), lambda layer: kind), {kind: window})
+    return layer_windows(config, layer_kinds(config, (kind,), lambda layer: kind), window)
 
 
 def window_from_config(config: ConfigReader) -> int | None:
@@ -132,4 +129,4 @@ def windows_of_upper_layers(config: ConfigReader) -> tuple[int | None, ...]:
     kinds = layer_kinds(
         config, supported, lambda layer: WINDOWED if used and layer >= first else FULL
     )
-    return layer_windows(config, kinds, {FULL: None, WINDOWED: window})
+    return layer_windows(config, kinds, window)

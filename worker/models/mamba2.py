@@ -8,14 +8,7 @@ import torch
 
 from worker.layers.linear import PartOutput, sum_in_float32
 from worker.layers.mamba2 import Mamba2Shape, Mamba2Weights
-from worker.models.parts import (
-    PartReader,
-    Shard,
-    WeightSpec,
-    divide_evenly,
-    projection,
-    stacked,
-)
+from worker.models.parts import PartReader, Shard, WeightSpec, divide_evenly, projection, stacked
 from worker.models.recurrence import RecurrentMixer, RecurrentSpec
 
 _INPUTS: Final = ("in_z", "in_x", "in_b", "in_c", "in_dt")

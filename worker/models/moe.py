@@ -326,7 +326,6 @@ class FusedMixture(Protocol):
 
     def takes(self, num_rows: int) -> bool:
         """Return whether it computes steps of `num_rows` rows."""
-        ...
 
     def run(
         self,
@@ -340,7 +339,6 @@ class FusedMixture(Protocol):
 
         record: gets the experts of each row, int32 [T or more, top_k], contiguous.
         """
-        ...
 
 
 @functools.cache

@@ -33,7 +33,6 @@ class RowOrder(Protocol):
 
     def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64] | None:
         """Return int64 [num_rows], row i is row order[i] in the file; None for the same order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -305,7 +304,6 @@ class LayerPart(Protocol):
 
         x is normed already. The residual's memory may be reused for the result.
         """
-        ...
 
 
 class PartReader(Protocol):
@@ -326,23 +324,18 @@ class PartReader(Protocol):
 
     def linear(self, *names: str) -> Callable[[], Linear]:
         """Read `NAME.weight`, one below the other, as one product, with their biases if any."""
-        ...
 
     def head_linear(self, name: str) -> Callable[[], Linear]:
         """Read `NAME.weight`, the product of one head among others."""
-        ...
 
     def summed_linear(self, name: str) -> Callable[[], Linear]:
         """Read a product that ranks add up; of several ranks only the first adds the bias."""
-        ...
 
     def output_linear(self, name: str) -> Callable[[], ResidualLinear]:
         """Read the product that ends the part, as `summed_linear` does."""
-        ...
 
     def output(self) -> Callable[[], PartOutput]:
         """Read what follows a part that does not end with a single product."""
-        ...
 
     def experts(
         self,
@@ -359,19 +352,15 @@ class PartReader(Protocol):
         are_whole: ranks have whole experts. Else they add up the down projections, and only the
             first adds their biases.
         """
-        ...
 
     def norm(self, name: str) -> Callable[[], Norm]:
         """Read the weight of a norm, and its bias if it has one."""
-        ...
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read this rank's shard of a weight as a dense tensor, for example a router's."""
-        ...
 
     def rotary(self, rope: Rope, head_dim: int, rotary_dim: int) -> RotaryEmbedding:
         """Return the rotary embedding; call it while building, not while reading."""
-        ...
 
 
 class PartSpec(Protocol):
@@ -380,7 +369,6 @@ class PartSpec(Protocol):
     @property
     def weights(self) -> Sequence[WeightSpec]:
         """The part's weights, with names relative to the layer."""
-        ...
 
     @property
     def flops_per_token(self) -> int:
@@ -410,7 +398,6 @@ class PartSpec(Protocol):
     @property
     def max_ranks(self) -> int:
         """The most ranks that can share the part."""
-        ...
 
     def shard(
         self, rank: int, size: int, block_columns: Mapping[str, int]
@@ -422,11 +409,9 @@ class PartSpec(Protocol):
         within a block would force the weight to be stored dense. Raises ConfigError if the part
         cannot be shared by `size` ranks.
         """
-        ...
 
     def read(self, reader: PartReader) -> Callable[[], LayerPart]:
         """Read the weights from the files and return a function that builds the part from them.
 
         Runs in a reader thread; the returned function runs in the thread that computes.
         """
-        ...

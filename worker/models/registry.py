@@ -48,15 +48,13 @@ def model_spec(
         if pooler is not None:
             raise ConfigError(
                 f"--runner pooling: {prepared.architecture} runs on transformers' code, which only "
-                "generates here",
-                "runner",
+                "generates here"
             )
         return _transformers_spec(prepared, config, head_dims)
     if config.model.model_impl == "tokend" and prepared.architecture not in FAMILIES:
         raise ConfigError(
             f"--model-impl tokend: {prepared.architecture} is not among tokend's own families; "
-            "auto runs it on transformers' code",
-            "model_impl",
+            "auto runs it on transformers' code"
         )
     spec = spec_from_config(read_config(prepared), config.model.max_model_len)
     if pooler is not None:
@@ -77,26 +75,22 @@ def _transformers_spec(
     if prepared.source.endswith(".gguf"):
         raise ConfigError(
             f"--model-impl {config.model.model_impl}: {prepared.source} is a GGUF file, which "
-            "transformers' code cannot read here; use a Hugging Face folder",
-            "model_impl",
+            "transformers' code cannot read here; use a Hugging Face folder"
         )
     if config.parallel.tensor_parallel_size > 1:
         raise ConfigError(
             f"--tensor-parallel-size {config.parallel.tensor_parallel_size}: "
-            f"{prepared.architecture} runs on transformers' code, which one worker computes",
-            "tensor_parallel_size",
+            f"{prepared.architecture} runs on transformers' code, which one worker computes"
         )
     if config.model.cpu_weights in ("packed", "int8", "packed+int8"):
         raise ConfigError(
             f"--cpu-weights {config.model.cpu_weights}: {prepared.architecture} runs on "
-            "transformers' code, whose weights are bf16 or f32",
-            "cpu_weights",
+            "transformers' code, whose weights are bf16 or f32"
         )
     if config.model.enable_return_routed_experts:
         raise ConfigError(
             f"--enable-return-routed-experts: {prepared.architecture} runs on transformers' code, "
-            "which reports no experts",
-            "enable_return_routed_experts",
+            "which reports no experts"
         )
     # transformers takes a second to import, and families of tokend's own do not need it
     from worker.models.transformers_model import spec_of_transformers

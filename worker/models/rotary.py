@@ -81,7 +81,8 @@ def rotate(heads: torch.Tensor, rotation: Rotation, first_dim: int = 0) -> torch
 
 def inverse_frequencies(rope: RotatingRope, rotary_dim: int) -> tuple[torch.Tensor, float]:
     """Return radians per position, float32 [rotary_dim / 2], and a factor of cosines and sines."""
-    frequencies = _base_frequencies(rope.theta, rotary_dim)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    frequencies = 1.0 / rope.theta**exponents
     match rope:
         case DefaultRope():
             return frequencies, 1.0
@@ -93,11 +94,6 @@ def inverse_frequencies(rope: RotatingRope, rotary_dim: int) -> tuple[torch.Tens
             return _yarn(rope, frequencies, rotary_dim), rope.attention_factor
         case FactorsRope():
             return frequencies / torch.tensor(rope.factors), rope.attention_factor
-
-
-def _base_frequencies(theta: float, head_dim: int) -> torch.Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / theta**exponents
 
 
 def _llama3(rope: Llama3Rope, frequencies: torch.Tensor) -> torch.Tensor:

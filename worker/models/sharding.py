@@ -45,8 +45,7 @@ def shard_model(
     if size > most:
         raise ConfigError(
             f"--tensor-parallel-size {size}: {spec.architecture} of this size can be shared by "
-            f"at most {most} workers",
-            "tensor_parallel_size",
+            f"at most {most} workers"
         )
     vocab = divide_evenly(spec.vocab_size, size)
     return tuple(_shard(spec, rank, size, vocab[rank], block_columns) for rank in range(size))

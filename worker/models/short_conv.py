@@ -7,14 +7,7 @@ from typing import Final
 import torch
 
 from worker.layers.short_conv import ShortConvShape, ShortConvWeights
-from worker.models.parts import (
-    PartReader,
-    Shard,
-    WeightSpec,
-    divide_evenly,
-    projection,
-    stacked,
-)
+from worker.models.parts import PartReader, Shard, WeightSpec, divide_evenly, projection, stacked
 from worker.models.recurrence import RecurrentMixer, RecurrentSpec
 
 _INPUTS: Final = ("in_b", "in_c", "in_x")

@@ -209,10 +209,7 @@ class ModelSpec:
             for layer in self.layers
         )
         if layers == self.layers:
-            raise ConfigError(
-                f"--enable-expert-parallel: {self.architecture} has no experts",
-                "enable_expert_parallel",
-            )
+            raise ConfigError(f"--enable-expert-parallel: {self.architecture} has no experts")
         return replace(self, layers=layers)
 
     def for_pooling(self, pooler: Pooler) -> "ModelSpec":

@@ -16,7 +16,7 @@ from proto.messages.lifecycle import KVCacheGeometry
 from proto.messages.prepared_model import PreparedModel, read_model_file
 from proto.settings.config import ServeConfig
 from proto.settings.pooler_config import pooler_of
-from proto.settings.speculative_config import FIELD, HEAD_METHODS
+from proto.settings.speculative_config import HEAD_METHODS
 from worker.attention.kv_cache import KVLayout, LayerSlot, kv_cache_geometry, resolve_kv_dtype
 from worker.device import Device
 from worker.models.registry import model_spec
@@ -179,4 +179,4 @@ def _read(path: str) -> bytes:
 
 
 def _error(what: str) -> ConfigError:
-    return ConfigError(f"--speculative-config: {what}", FIELD)
+    return ConfigError(f"--speculative-config: {what}")

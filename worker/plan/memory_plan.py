@@ -476,8 +476,7 @@ def step_tokens(
         if budget is not None and budget < longest:
             raise ConfigError(
                 f"{flag_name(field)} {budget}: {prepared.architecture} computes a text in one "
-                f"step, so at least {longest} are needed, or a lower --max-model-len",
-                field,
+                f"step, so at least {longest} are needed, or a lower --max-model-len"
             )
     return config.scheduler.max_num_batched_tokens or max(ENCODER_STEP_TOKENS, longest)
 

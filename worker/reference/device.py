@@ -50,8 +50,7 @@ class ReferenceDevice(HostDevice):
     def weight_format(self, config: ServeConfig, prepared: PreparedModel) -> WeightFormat:
         if config.model.cpu_weights not in ("auto", "bf16", "f32"):
             raise ConfigError(
-                f"--cpu-weights {config.model.cpu_weights} needs kernels: {self._why_none}",
-                "cpu_weights",
+                f"--cpu-weights {config.model.cpu_weights} needs kernels: {self._why_none}"
             )
         return DenseFormat(self.resolve_dtype(activation_dtype(config.model)))
 
@@ -72,13 +71,9 @@ class ReferenceDevice(HostDevice):
         self, name: str, kv_cache: KVCache, shape: AttentionShape, kernels: str = ""
     ) -> AttentionBackend:
         if name == "cpu":
-            raise ConfigError(
-                f"--attention-backend cpu needs kernels: {self._why_none}", "attention_backend"
-            )
+            raise ConfigError(f"--attention-backend cpu needs kernels: {self._why_none}")
         if name != "auto":
-            raise ConfigError(
-                f"--attention-backend {name} does not run on a CPU", "attention_backend"
-            )
+            raise ConfigError(f"--attention-backend {name} does not run on a CPU")
         return ReferenceAttention(kv_cache, shape, self.transfers())
 
     def transfers(self) -> Transfers:

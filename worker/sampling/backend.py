@@ -54,18 +54,14 @@ class SamplingBackend(Protocol):
 
     def best(self, logits: torch.Tensor, changes: Sequence[RowChange] = ()) -> Best:
         """Return the best token of each row [M, V], in any floating dtype; leave the logits."""
-        ...
 
     def edit(self, logits: torch.Tensor, edits: EditsByRow) -> None:
         """Apply logit edits to some rows in place, see logit_edits.py."""
-        ...
 
     def filter(self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams) -> None:
         """Write −inf over the tokens that the filters remove; the best token always stays."""
-        ...
 
     def draw(
         self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams
     ) -> npt.NDArray[np.int64]:
         """Draw a token for each row; return token ids [N]. A logit of −inf is never drawn."""
-        ...

@@ -38,7 +38,7 @@ from worker.loader.formats import Product, WeightFormat
 from worker.loader.source import WeightSource
 from worker.loader.weights import DecoderBuilder
 from worker.models.attention import Attention, AttentionSpec
-from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+from worker.models.common import attention_decoder, llama_attention
 from worker.models.config_reader import ConfigReader
 from worker.models.decoder import Decoder
 from worker.models.layer_device import LayerDevice
@@ -161,7 +161,7 @@ def _spec_from_config(
         output_bias=f"{_LAYER}self_attn.o_proj.bias" in entries,
     )
     found = replace(
-        decoder(config, attention_layers(config, attention), gated_mlps(config)),
+        attention_decoder(config, attention),
         architecture="a head of EAGLE-3" if is_third else "a head of EAGLE",
         norms=_MLP_NORM,
         has_last_norm=is_third,

@@ -31,18 +31,15 @@ def require_routed_experts(spec: ModelSpec) -> None:
     """Raise ConfigError for a model whose routed experts cannot be recorded."""
     mixtures = _mixtures(spec)
     if not mixtures:
-        raise ConfigError(
-            f"--enable-return-routed-experts: {spec.architecture} has no experts", FIELD
-        )
+        raise ConfigError(f"--enable-return-routed-experts: {spec.architecture} has no experts")
     if len({mixture.router.top_k for mixture in mixtures}) > 1:
         raise ConfigError(
-            "--enable-return-routed-experts: layers choose different numbers of experts", FIELD
+            "--enable-return-routed-experts: layers choose different numbers of experts"
         )
     if None not in spec.windows:
         raise ConfigError(
             "--enable-return-routed-experts needs a layer without a sliding window: a window's KV "
-            "slots are freed before the request ends",
-            FIELD,
+            "slots are freed before the request ends"
         )
 
 

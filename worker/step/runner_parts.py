@@ -28,11 +28,9 @@ class PendingStep(Protocol):
 
     def is_ready(self) -> bool:
         """Return whether `result` does not wait."""
-        ...
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its answer; called in the order of the steps."""
-        ...
 
 
 class Runner(Protocol):
@@ -42,7 +40,6 @@ class Runner(Protocol):
         self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
     ) -> PendingStep:
         """Compute a step, or queue it on the device."""
-        ...
 
 
 def _no_progress(fraction: float) -> None:

@@ -18,8 +18,7 @@ from typing import Any, ClassVar, Final
 from api_server.parsers.output import OutputParser
 from api_server.parsers.tools.call_parser import read_arguments
 from api_server.protocol.fields import errors_of
-from api_server.protocol.json_lark import json_rule
-from api_server.protocol.json_schema import SchemaWork
+from api_server.protocol.json_schema import SchemaWork, json_rule
 from api_server.protocol.tools import FunctionTool
 from proto.errors import InvalidRequestError
 

@@ -14,12 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from api_server.parsers.output import (
-    ContentText,
-    OutputPart,
-    ToolCallArguments,
-    ToolCallStart,
-)
+from api_server.parsers.output import ContentText, OutputPart, ToolCallArguments, ToolCallStart
 
 MAX_CHUNK_CHARACTERS: Final = 1024
 """Most characters added to the buffer at once. Each step copies the rest of the buffer, so a

@@ -24,8 +24,7 @@ from api_server.parsers.tools.base import (
 )
 from api_server.parsers.tools.call_parser import CallParser, ToolCall, python_scanner
 from api_server.protocol.fields import errors_of
-from api_server.protocol.json_lark import json_rule
-from api_server.protocol.json_schema import SchemaWork
+from api_server.protocol.json_schema import SchemaWork, json_rule
 from api_server.protocol.tools import FunctionTool
 
 OPENING: Final = "<|python_start|>"

@@ -27,12 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from api_server.parsers.output import (
-    OutputParser,
-    OutputPart,
-    find_marker,
-    num_marker_characters,
-)
+from api_server.parsers.output import OutputParser, OutputPart, find_marker, num_marker_characters
 from api_server.parsers.tools.base import (
     CallRules,
     ToolCallFormat,
@@ -43,11 +38,7 @@ from api_server.parsers.tools.base import (
     required_names,
     schema_properties,
 )
-from api_server.parsers.tools.call_parser import (
-    CallParser,
-    ToolCall,
-    json_scanner,
-)
+from api_server.parsers.tools.call_parser import CallParser, ToolCall, json_scanner
 from api_server.parsers.tools.tagged_values import json_string, text_rules, value_json, value_types
 from api_server.protocol.fields import errors_of
 from api_server.protocol.tools import FunctionTool

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from api_server.parsers.tools.base import described_properties, quoted
 from api_server.parsers.tools.pythonic import python_value
-from api_server.protocol.json_lark import json_rule
-from api_server.protocol.json_schema import SchemaWork, listed_types, type_of
+from api_server.protocol.json_schema import SchemaWork, json_rule, listed_types, type_of
 from proto.errors import InvalidRequestError, shown
 
 ALL_TYPES: Final = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})

@@ -235,7 +235,8 @@ class ProcessKiller:
             await self._until(lambda: bool(self.clients.mid_generation), "a stream")
             streams = self.clients.mid_generation
         await self._until(
-            lambda: _all_continued(streams, replaced_at), f"tokens after {disruption.name}"
+            lambda: all(each.ended or each.first_token_after(replaced_at) for each in streams),
+            f"tokens after {disruption.name}",
         )
         self._check_pids(disruption.titles)
         moments = [
@@ -287,7 +288,3 @@ class ProcessKiller:
             if waited > _TIMEOUT_SECONDS:
                 raise TokendError(f"waited {_TIMEOUT_SECONDS:g} s for {what}")
             await asyncio.sleep(_POLL_SECONDS)
-
-
-def _all_continued(streams: Sequence[CompletionStream], since: float) -> bool:
-    return all(stream.ended or stream.first_token_after(since) for stream in streams)

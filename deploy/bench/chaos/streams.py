@@ -282,13 +282,7 @@ _GREEDY: Final = (
     "1 2 3",
     _LONG + "In spring",
 )
-_SEEDED: Final = (
-    "My name is",
-    SHARED + "On Friday",
-    "In the year 1900",
-    "To",
-    _LONG + "In autumn",
-)
+_SEEDED: Final = ("My name is", SHARED + "On Friday", "In the year 1900", "To", _LONG + "In autumn")
 _SEVERAL: Final = (("Two roads diverged in", 2), (SHARED + "That night", 3), ("Roses are", 2))
 _WORDS: Final = "([a-z]{2,9}[ ,]){1000}"
 _LINES: Final = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1000}

@@ -108,26 +108,21 @@ class OffloadingManager(Protocol):
 
         None: not known yet; `notify` follows.
         """
-        ...
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
         """Return for each key whether it is present; None: not known yet, `notify` follows."""
-        ...
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
         """Protect the blocks of these keys, all present, from eviction until `complete_load`.
 
         Returns the slot of each block; empty if the medium has no slots.
         """
-        ...
 
     def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
         """End a load. After a failure the blocks are removed once no other load reads them."""
-        ...
 
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         """Allocate room for the keys that are missing; None, with nothing changed, without room."""
-        ...
 
     def complete_store(
         self, keys: Sequence[OffloadKey], *, success: bool = True, cancelled: bool = False
@@ -136,11 +131,9 @@ class OffloadingManager(Protocol):
 
         cancelled: the store failed because it was cancelled, not because of the medium.
         """
-        ...
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove blocks with corrupt content, wherever they are kept; keys may be unknown."""
-        ...
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
         """Mark blocks of a sequence as recently used, its beginning as the most recent.
@@ -148,29 +141,23 @@ class OffloadingManager(Protocol):
         Keys may be missing from the medium. is_new_use: False if the same sequence has grown,
         which does not count as another use.
         """
-        ...
 
     @property
     def num_blocks(self) -> int:
         """Offloaded blocks that the medium can hold; 0 if unknown."""
-        ...
 
     @property
     def num_used(self) -> int:
         """Offloaded blocks that it holds, or for which a store has room; 0 if unknown."""
-        ...
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return blocks added and removed since the last call."""
-        ...
 
     def reset_cache(self) -> bool:
         """Remove all blocks; False, with nothing changed, while copies are in flight."""
-        ...
 
     def on_worker_restart(self) -> None:
         """Drop all copies in flight; none of them will be reported."""
-        ...
 
     def close(self) -> None: ...
 

@@ -18,7 +18,7 @@ from typing import Any
 from engine_core.kv_cache.events import StoredBlocks
 from engine_core.kv_connector.base import (
     NO_MATCH,
-    HeldPrefix,
+    DevicePrefix,
     Match,
     SchedulerConnector,
     SchedulerContext,
@@ -127,15 +127,17 @@ class OffloadingScheduler(SchedulerConnector):
         return self._match(request, num_computed_tokens, None)
 
     def match_with_states(
-        self, request: Request, num_computed_tokens: int, held: HeldPrefix
+        self, request: Request, num_computed_tokens: int, on_device: DevicePrefix
     ) -> Match:
-        return self._match(request, num_computed_tokens, held)
+        return self._match(request, num_computed_tokens, on_device)
 
-    def _match(self, request: Request, num_computed_tokens: int, held: HeldPrefix | None) -> Match:
+    def _match(
+        self, request: Request, num_computed_tokens: int, on_device: DevicePrefix | None
+    ) -> Match:
         if not self._may_load or request.skip_reading_prefix_cache:
             return NO_MATCH
         tracked, began = self._track_request(request), time.monotonic()
-        match = self._loads.match(tracked, num_computed_tokens, held)
+        match = self._loads.match(tracked, num_computed_tokens, on_device)
         is_answered = match.num_tokens is not None
         self._statistics.record_lookup(tracked, began, is_answered=is_answered)
         return match

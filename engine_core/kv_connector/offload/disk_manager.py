@@ -32,7 +32,7 @@ from engine_core.kv_connector.offload.disk_folder import (
 from proto.errors import ConfigError
 from proto.runtime.circuit_breaker import CircuitBreaker
 from proto.settings.kv_media import DISK, HEADER_BYTES, own_folder
-from proto.settings.kv_transfer_config import FIELD, DiskSettings, disk_settings
+from proto.settings.kv_transfer_config import DiskSettings, disk_settings
 
 SCAN_WAIT_SECONDS: Final = 2.0
 """Time after the start for which requests wait until the folder has been scanned."""
@@ -368,8 +368,7 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> DiskOfflo
     if num_bytes < set_bytes:
         raise ConfigError(
             f"--kv-transfer-config: disk_bytes_to_use is {num_bytes}, less than one "
-            f"{'state' if context.holds_states else 'block'} takes ({set_bytes})",
-            FIELD,
+            f"{'state' if context.holds_states else 'block'} takes ({set_bytes})"
         )
     capacity = num_bytes // set_bytes
     folder = DiskFolder(own_folder(settings.disk_path), context)

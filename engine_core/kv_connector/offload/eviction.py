@@ -50,37 +50,30 @@ class EvictionPolicy(Protocol):
 
     def get(self, key: OffloadKey) -> OffloadedBlock | None:
         """Return the block with this key in any state, or None."""
-        ...
 
     def insert(self, key: OffloadKey, block: OffloadedBlock) -> None:
         """Add a block whose key is not present."""
-        ...
 
     def remove(self, key: OffloadKey) -> None:
         """Remove a block for other reasons than eviction; the policy does not adapt."""
-        ...
 
     def touch(self, keys: Sequence[OffloadKey], is_new_use: bool) -> None:
         """Mark blocks as recently used; the first key becomes the most recent one.
 
         is_new_use: whether this counts as another use.
         """
-        ...
 
     def evict(self, count: int, protected: Collection[OffloadKey]) -> list[Victim] | None:
         """Remove and return `count` idle, unprotected blocks.
 
         Returns None, with nothing changed, if there are fewer.
         """
-        ...
 
     def __iter__(self) -> Iterator[OffloadKey]:
         """Iterate over the keys of all blocks."""
-        ...
 
     def clear(self) -> None:
         """Remove all blocks and all adaptive state."""
-        ...
 
     def __len__(self) -> int: ...
 

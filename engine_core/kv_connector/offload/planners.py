@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from engine_core.kv_cache.free_queue import NULL_BLOCK
-from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, HeldPrefix, Match
+from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, DevicePrefix, Match
 from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey, ReuseTracker
 from engine_core.kv_connector.offload.states import StatePages
 from engine_core.kv_connector.offload.tracking import (
@@ -147,11 +147,11 @@ class LoadPlanner:
         self._waiting: dict[int, Request] = {}
 
     def match(
-        self, tracked: TrackedRequest, num_computed: int, held: HeldPrefix | None = None
+        self, tracked: TrackedRequest, num_computed: int, on_device: DevicePrefix | None = None
     ) -> Match:
         """Return what the medium can load after the first `num_computed` tokens.
 
-        held: what else the device has, of a model with recurrent states.
+        on_device: what else the device has, of a model with recurrent states.
         """
         request, layout = tracked.request, self._layout
         block_hashes = request.block_hashes
@@ -159,16 +159,16 @@ class LoadPlanner:
         is_new_use, tracked.was_looked_up = not tracked.was_looked_up, True
         if is_new_use:
             self._manager.touch(layout.all_keys(block_hashes, num_blocks))
-        if held is None and num_blocks * layout.size - num_computed < layout.size:
+        if on_device is None and num_blocks * layout.size - num_computed < layout.size:
             return NO_MATCH
         limit = (request.num_tokens - 1) // layout.block_size * layout.block_size
-        tracked.num_with_kv = num_computed if held is None else held.num_with_kv
+        tracked.num_with_kv = num_computed if on_device is None else on_device.num_with_kv
         extent = Extent(tracked.num_with_kv, limit, layout.size)
         groups = self._look_up(request, extent, num_blocks, is_new_use)
-        if held is None:
+        if on_device is None:
             hit = None if groups is None else longest_hit(extent, groups)
         else:
-            hit = self._find_state_hit(tracked, extent, groups, num_computed, held, is_new_use)
+            hit = self._find_state_hit(tracked, extent, groups, num_computed, on_device, is_new_use)
         if hit is None:
             return self._wait_for_lookup(request)
         if hit <= num_computed:
@@ -261,7 +261,7 @@ class LoadPlanner:
         extent: Extent,
         groups: Sequence[GroupPresence] | None,
         num_computed: int,
-        held: HeldPrefix,
+        on_device: DevicePrefix,
         is_new_use: bool,
     ) -> int | None:
         """Return the longest hit with a state; None if the medium does not know yet."""
@@ -269,8 +269,8 @@ class LoadPlanner:
         ends = self._states.find_ends(tracked.request, num_computed, is_new_use=is_new_use)
         if ends is None or groups is None:
             return None
-        hit = longest_hit_with_state(extent, groups, num_computed, ends | held.state_ends)
-        tracked.loads_state = hit not in held.state_ends
+        hit = longest_hit_with_state(extent, groups, num_computed, ends | on_device.state_ends)
+        tracked.loads_state = hit not in on_device.state_ends
         return hit
 
     def _look_up(

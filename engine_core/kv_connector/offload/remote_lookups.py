@@ -62,19 +62,15 @@ class RemoteLookups:
         self._discarded: dict[OffloadKey, None] = {}
         self._clearing = False
         self._stopping = False
-        self._connected = False
+        self.connected = False
         self._failure_logged = False
         self._thread = threading.Thread(target=self._run, name="kv remote", daemon=True)
         self._thread.start()
 
-    @property
-    def connected(self) -> bool:
-        return self._connected
-
     def request(self, keys: Sequence[OffloadKey]) -> None:
         """Look up keys; results and a notification follow."""
         with self._changed:
-            if self._connected:
+            if self.connected:
                 self._requested += keys
                 self._changed.notify()
                 return
@@ -121,7 +117,7 @@ class RemoteLookups:
             except Exception as error:  # pending lookups must get a result
                 self._on_connection_lost(error)
                 continue
-            self._connected = True
+            self.connected = True
             self._log_recovery()
             try:
                 self._serve(connection)
@@ -209,7 +205,7 @@ class RemoteLookups:
                 "remote %s: %s; not used for a while", self._address, error, exc_info=unexpected
             )
         with self._changed:
-            self._connected = False
+            self.connected = False
             requested = list(dict.fromkeys(self._requested))
         self._add_results([(key, False) for key in requested])
 

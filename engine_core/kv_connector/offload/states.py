@@ -26,7 +26,7 @@ class StatePages:
 
     group: the number of the group of states. layout: with a factor of 1. jobs: copies of states,
     which reference slots. slots: of the engine. reuse: knows which states were looked up often
-    enough to be stored; None: every held state is stored.
+    enough to be stored; None: every state is stored.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class StatePages:
         present = self.manager.contains(keys)
         if present is None:
             return None
-        return frozenset((first + index + 1) * size for index, held in enumerate(present) if held)
+        return frozenset(
+            (first + index + 1) * size for index, is_present in enumerate(present) if is_present
+        )
 
     def is_loading(self, request: Request, end: int) -> bool:
         """Return whether the state after the first `end` tokens is being loaded for a request."""
@@ -87,12 +89,12 @@ class StatePages:
         self._loading = +self._loading
 
     def plan_stores(self, tracked: TrackedRequest, num_tokens: int, *, ends: bool) -> int:
-        """Plan the stores of held states; return how many find no room on the medium, or no slot.
+        """Plan the stores of states; return how many find no room on the medium, or no slot.
 
         num_tokens: whose states are computed. ends: the request has ended.
         """
         request, num_unstored = tracked.request, 0
-        for index, slot in self._slots.held_states(request.seq_id, num_tokens, ends=ends):
+        for index, slot in self._slots.storable_states(request.seq_id, num_tokens, ends=ends):
             end = (index + 1) * self.layout.block_size
             key = self._key(request, end)
             if index in tracked.stored_states:

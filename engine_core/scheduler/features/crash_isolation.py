@@ -113,7 +113,7 @@ class CrashIsolation(SchedulerFeature):
         self._crashes_until_isolated = crashes_until_isolated
         self._records: dict[int, _Record] = {}
         self._suspects: dict[int, Request] = {}
-        self._held: dict[int, Request] = {}
+        self._blocked: dict[int, Request] = {}
         self._report = report_begun
 
     def on_request_added(self, request: Request) -> None:
@@ -148,8 +148,8 @@ class CrashIsolation(SchedulerFeature):
         Does nothing without suspects. The report comes first, so that a crash before other features
         are asked is counted for this suspect, too.
         """
-        if self._held and not self.has_pending_trials:
-            self._release_held()
+        if self._blocked and not self.has_pending_trials:
+            self._unblock_all()
         if not self._suspects or not self._waiting.num_ready:
             return
         ready = [request for request in self._waiting if not request.status.is_blocked]
@@ -158,7 +158,7 @@ class CrashIsolation(SchedulerFeature):
             return
         for request in ready:
             if request.request_id != tried.request_id:
-                self._hold_request(request)
+                self._block_request(request)
                 self._waiting.park_request(request)
         self._report_begun(tried)
 
@@ -194,18 +194,18 @@ class CrashIsolation(SchedulerFeature):
         if not self._records:
             return False
         request = candidate.request
-        if self._pause.holds(request):
-            return False  # the pause holds it
+        if self._pause.blocks(request):
+            return False  # the pause blocks it
         if self.has_pending_trials and not (
             self._is_suspected(request) and self._is_alone(request)
         ):
-            self._hold_request(request)
+            self._block_request(request)
             return True
         self._report_begun(request)
         return False
 
     def on_released(self, request: Request) -> None:
-        self._held.pop(request.seq_id, None)
+        self._blocked.pop(request.seq_id, None)
         self._records.pop(request.seq_id, None)
         if self._suspects:
             self._clear_suspect(request)
@@ -224,19 +224,19 @@ class CrashIsolation(SchedulerFeature):
             if request.mm_features and not self._is_suspected(request):
                 encoder_inputs.release_all(request)
                 if request.status is RequestStatus.WAITING_FOR_ENCODER:
-                    self._hold_request(request)
+                    self._block_request(request)
 
-    def _hold_request(self, request: Request) -> None:
+    def _block_request(self, request: Request) -> None:
         request.status = self.status
-        self._held[request.seq_id] = request
+        self._blocked[request.seq_id] = request
 
     @property
     def has_pending_trials(self) -> bool:
         """Whether a suspect may begin; until it has, no other request does."""
-        return any(not self._pause.holds(suspect) for suspect in self._suspects.values())
+        return any(not self._pause.blocks(suspect) for suspect in self._suspects.values())
 
     def _may_be_tried(self, request: Request) -> bool:
-        return self._is_suspected(request) and not self._pause.holds(request)
+        return self._is_suspected(request) and not self._pause.blocks(request)
 
     def _report_begun(self, request: Request) -> None:
         """Report a request once, although it may wait for room for many steps."""
@@ -267,13 +267,13 @@ class CrashIsolation(SchedulerFeature):
         return all(other.request_id == request.request_id for other in self._running)
 
     def _clear_suspect(self, request: Request) -> None:
-        """Remove a suspect and unblock all held requests."""
+        """Remove a suspect and unblock all requests that it blocked."""
         self._suspects.pop(request.seq_id, None)
-        self._release_held()
+        self._unblock_all()
 
-    def _release_held(self) -> None:
-        held, self._held = self._held, {}
-        for request in held.values():
+    def _unblock_all(self) -> None:
+        blocked, self._blocked = self._blocked, {}
+        for request in blocked.values():
             self._unblock(request)
 
 

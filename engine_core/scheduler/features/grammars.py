@@ -10,11 +10,11 @@ from engine_core.scheduler.step_plan import StepPlan
 class Grammars(Protocol):
     """The grammars of requests: `engine_core/structured_output/manager.py`, which is not compiled.
 
-    held: sequences that no step may sample, because they wait for a mask. The set object
+    awaiting_mask: sequences that no step may sample before their mask is there. The set object
     stays the same, its members change.
     """
 
-    held: set[int]
+    awaiting_mask: set[int]
 
     def is_blocked(self, request: Request) -> bool:
         """Return whether a request waits for its grammar, or for a mask of a slow one.
@@ -22,18 +22,15 @@ class Grammars(Protocol):
         A slow mask that has not been begun is begun, and blocks the request until it is ready. The
         engine's loop unblocks it, with `Scheduler.unblock`.
         """
-        ...
 
     def forget_request(self, request: Request) -> None:
         """Forget a request that has ended."""
-        ...
 
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         """Return the sequences that sample under a grammar in this step.
 
         Called before the counters of the requests advance.
         """
-        ...
 
     def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
         """Return how many of these tokens, one after the other, may follow the known ones.
@@ -41,7 +38,6 @@ class Grammars(Protocol):
         All of them for a request without a grammar, and where the position in the grammar is
         not known yet because steps are in flight.
         """
-        ...
 
 
 class GrammarGate(SchedulerFeature):

@@ -23,49 +23,45 @@ class Pause(SchedulerFeature):
         self._waiting = lifecycle.waiting
         self._unblock = lifecycle.unblock
         self._begun: set[int] = set()  # ids of requests that have begun with some choice
-        self._mode: PauseMode | None = None
-        self._held: dict[int, Request] = {}
-
-    @property
-    def mode(self) -> PauseMode | None:
-        return self._mode
+        self.mode: PauseMode | None = None
+        self._blocked: dict[int, Request] = {}
 
     @property
     def frozen(self) -> bool:
         """Whether nothing is scheduled."""
-        return self._mode == "freeze"
+        return self.mode == "freeze"
 
     def begin_pause(self, mode: PauseMode) -> None:
-        self._mode = mode
+        self.mode = mode
         for request in self._waiting:
-            if request.status is RequestStatus.WAITING_FOR_ENCODER and self.holds(request):
+            if request.status is RequestStatus.WAITING_FOR_ENCODER and self.blocks(request):
                 request.status = self.status  # nothing is encoded for it
-                self._held[request.seq_id] = request
+                self._blocked[request.seq_id] = request
 
     def end_pause(self) -> None:
-        """End the pause and unblock all held requests; without a pause do nothing."""
-        self._mode = None
-        held, self._held = self._held, {}
-        for request in held.values():
+        """End the pause and unblock all requests that it blocked; without a pause do nothing."""
+        self.mode = None
+        blocked, self._blocked = self._blocked, {}
+        for request in blocked.values():
             self._unblock(request)
 
-    def holds(self, request: Request) -> bool:
+    def blocks(self, request: Request) -> bool:
         """Return whether a request must not begin during the pause."""
-        if self._mode is None or request.request_id in self._begun:
+        if self.mode is None or request.request_id in self._begun:
             return False
         return not request.num_output_tokens
 
     def is_blocked(self, candidate: Candidate) -> bool:
         request = candidate.request
-        if not self.holds(request):
+        if not self.blocks(request):
             return False
-        self._held[request.seq_id] = request
+        self._blocked[request.seq_id] = request
         return True
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._begun.add(request.request_id)
 
     def on_released(self, request: Request) -> None:
-        self._held.pop(request.seq_id, None)
+        self._blocked.pop(request.seq_id, None)
         if len(self._choices[request.request_id]) == 1:
             self._begun.discard(request.request_id)

@@ -64,18 +64,15 @@ class DraftProvider(Protocol):
 
         It may have outputs already, of an earlier epoch.
         """
-        ...
 
     def add_outputs(self, request: Request, num_new: int) -> None:
         """Learn the last `num_new` of `request.all_token_ids`, which are verified.
 
         Also those of a preempted request.
         """
-        ...
 
     def begin_step(self) -> None:
         """Do a part of work that would be too long for one step; called before each plan."""
-        ...
 
     def fill_drafts(
         self, requests: list[Request], limits: list[int], num_other_tokens: int
@@ -90,7 +87,6 @@ class DraftProvider(Protocol):
         besides its draft. limits: draft tokens that each of them has use for, without the token
         of a step in flight. num_other_tokens: further rows of the step, nearly all of prompts.
         """
-        ...
 
     def record_verified(self, request: Request, num_tried: int, num_accepted: int) -> None:
         """Note how much of the last draft of a request was accepted; not called for a dropped one.
@@ -99,37 +95,30 @@ class DraftProvider(Protocol):
         `fill_drafts`. num_tried: verified tokens, without those after the end of the request, of
         which nothing is known.
         """
-        ...
 
     def learn_step(self, num_rows: int, seconds: float) -> None:
         """Learn the duration of a step. num_rows: all of its tokens, drafts included."""
-        ...
 
     def end_request(self, request: Request) -> None:
         """Forget a request that was added and has ended; its status says how."""
-        ...
 
     def forget_outputs(self) -> None:
         """Forget the outputs of ended requests, as when the prefix cache is reset."""
-        ...
 
     def pop_source_counts(self) -> dict[str, tuple[int, int]]:
         """Return (verified, accepted) tokens by drafter since the last call."""
-        ...
 
     def note_draft_kv(self, request: Request, num_tokens: int) -> None:
         """Note how many leading tokens of a request have KV of the draft model.
 
         Called when a request that was added gets blocks, for the first time or after a preemption.
         """
-        ...
 
     def may_propose(self, num_requests: int, num_other_tokens: int) -> bool:
         """Return whether `choose_proposals` may ask for any in a step; called once for each.
 
         num_requests: that decode. num_other_tokens: rows of the step that belong to prompts.
         """
-        ...
 
     def choose_proposals(
         self, requests: list[Request], limits: list[int], num_other_tokens: int
@@ -140,7 +129,6 @@ class DraftProvider(Protocol):
         planned in the step, which decode. limits: tokens that each of them has use for, at least 1.
         num_other_tokens: as in `may_propose`.
         """
-        ...
 
     def keep_proposal(
         self,
@@ -154,11 +142,9 @@ class DraftProvider(Protocol):
         It is empty if the model had none. acceptance_probs: for each token the probability
         that it and all before it are accepted, as the model has it.
         """
-        ...
 
     def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         """Learn the time of each pass of the draft model. rows: tokens of the pass."""
-        ...
 
 
 def is_drafted_for(request: Request) -> bool:
@@ -233,7 +219,7 @@ class SpeculativeDecoding(SchedulerFeature):
     max_num_seqs, num_draft_positions: together max_positions, which a step may sample and the
     workers' memory is planned for. drafting: None without a method. max_usage: share of the blocks
     in use up to which lookahead takes new ones. computes_ahead: steps are planned before the result
-    of the one before. held: sequences that wait for a mask (`Grammars`).
+    of the one before. awaiting_mask: see `Grammars`.
     """
 
     def __init__(
@@ -248,14 +234,14 @@ class SpeculativeDecoding(SchedulerFeature):
         max_usage: float,
         *,
         computes_ahead: bool,
-        held: set[int],
+        awaiting_mask: set[int],
     ) -> None:
         self._drafting = drafting
         self.is_active = self._drafting is not None
         self._kv_cache = kv_cache
         self._min_free_blocks = int((1.0 - max_usage) * kv_cache.num_usable_blocks)
         self._computes_ahead = computes_ahead
-        self._held = held
+        self._awaiting_mask = awaiting_mask
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
         self._longest_chunk = chunks.longest_chunk
@@ -280,10 +266,10 @@ class SpeculativeDecoding(SchedulerFeature):
         candidates: list[Request] = []
         limits: list[int] = []
         num_prompt_tokens = num_decoding = 0
-        longest_chunk, held = self._longest_chunk, self._held
+        longest_chunk, awaiting_mask = self._longest_chunk, self._awaiting_mask
         for request in self._running:
             num_placeholders = request.num_output_placeholders
-            if num_placeholders > 1 or (held and request.seq_id in held):
+            if num_placeholders > 1 or (awaiting_mask and request.seq_id in awaiting_mask):
                 continue  # it waits for the result of a draft, or for a mask
             num_known = len(request.all_token_ids) + num_placeholders
             num_missing = num_known - request.num_computed_tokens

@@ -29,48 +29,37 @@ class RequestQueue(Protocol):
 
     def add_request(self, request: Request) -> None:
         """Add a new request."""
-        ...
 
     def requeue_preempted(self, request: Request) -> None:
         """Put back a request that was running and lost its blocks."""
-        ...
 
     def peek_request(self) -> Request:
         """Return the next request that is not parked; there must be one."""
-        ...
 
     def pop_request(self) -> Request:
         """Remove and return the next request that is not parked; there must be one."""
-        ...
 
     def remove_request(self, request: Request) -> None:
         """Remove a request, parked or not; raises KeyError if it is not in the queue."""
-        ...
 
     def park_request(self, request: Request) -> None:
         """Let requests after this one pass; raises KeyError if it is not ready."""
-        ...
 
     def unpark_request(self, request: Request) -> None:
         """Make a parked request ready again; raises KeyError if it is not parked."""
-        ...
 
     def reorder_request(self, request: Request) -> None:
         """Move a request, parked or not, to the place that its key gives it now."""
-        ...
 
     @property
     def num_ready(self) -> int:
         """Number of requests that are not parked."""
-        ...
 
     def __len__(self) -> int:
         """Number of requests, parked or not."""
-        ...
 
     def __iter__(self) -> Iterator[Request]:
         """Return all requests in the order of admission."""
-        ...
 
 
 class OrderedQueue(ABC):

@@ -25,19 +25,15 @@ class TenantStats(Protocol):
 
     def served(self, tenant: int) -> float:
         """Return what a tenant was served; it never falls while the tenant has requests."""
-        ...
 
     def register_request(self, request: Request) -> None:
         """Count a new request."""
-        ...
 
     def begin_waiting(self, tenant: int) -> None:
         """Update the counter of a tenant that had no ready request and gets one."""
-        ...
 
     def end_running(self, request: Request) -> None:
         """Stop charging for a request that was running."""
-        ...
 
 
 class FairQueue:

@@ -9,7 +9,7 @@ from engine_core.kv_connector import multi
 from engine_core.kv_connector.base import (
     NO_MATCH,
     NOT_KNOWN_YET,
-    HeldPrefix,
+    DevicePrefix,
     Match,
     SchedulerConnector,
 )
@@ -38,8 +38,8 @@ class Child(SchedulerConnector):
         self.told.append(("asked", num_computed_tokens))
         return self.match
 
-    def match_with_states(self, request, num_computed_tokens, held):
-        self.told.append(("asked", num_computed_tokens, held))
+    def match_with_states(self, request, num_computed_tokens, on_device):
+        self.told.append(("asked", num_computed_tokens, on_device))
         return self.match
 
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
@@ -102,9 +102,9 @@ def test_children_are_asked_for_states_which_all_of_them_must_support(parts) -> 
     assert not connector.supports_states
     request = setup.requests.make("abcd efgh ijkl")
     second.match = Match(8, is_async=True)
-    held = HeldPrefix(8, frozenset({12}))
-    assert connector.match_with_states(request, 4, held) == second.match
-    assert first.told == second.told == [("asked", 4, held)]
+    on_device = DevicePrefix(8, frozenset({12}))
+    assert connector.match_with_states(request, 4, on_device) == second.match
+    assert first.told == second.told == [("asked", 4, on_device)]
     connector.update_state_after_alloc(request, [[1, 2, 3], [0, 0, 1]], 8)
     assert first.told[1:] == [([[], []], 0)]
     assert second.told[1:] == [([[1, 2, 3], [0, 0, 1]], 8)]

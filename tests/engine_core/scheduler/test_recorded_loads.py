@@ -107,10 +107,10 @@ class FakeGrammars:
     def __init__(self) -> None:
         self.constrained: dict[int, bool] = {}
         self.blocked: set[Request] = set()
-        self.held: set[int] = set()
+        self.awaiting_mask: set[int] = set()
 
     def is_blocked(self, request: Request) -> bool:
-        return request in self.blocked or request.seq_id in self.held
+        return request in self.blocked or request.seq_id in self.awaiting_mask
 
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         planned = [
@@ -126,7 +126,7 @@ class FakeGrammars:
                 request.num_computed_tokens + number,
             )
         ]
-        self.held |= {seq_id for seq_id in seq_ids if self.constrained[seq_id]}
+        self.awaiting_mask |= {seq_id for seq_id in seq_ids if self.constrained[seq_id]}
         return seq_ids
 
     def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
@@ -136,7 +136,7 @@ class FakeGrammars:
 
     def forget_request(self, request: Request) -> None:
         self.constrained.pop(request.seq_id, None)
-        self.held.discard(request.seq_id)
+        self.awaiting_mask.discard(request.seq_id)
         self.blocked.discard(request)
 
 
@@ -202,7 +202,7 @@ class RecordedLife(Life):
         for overdue in engine.scheduler.deadlines.pop_overdue():
             self.num_of["overdue"] += 1
             engine.scheduler.abort_request(overdue.request_id)
-        if not engine.grammars.held:
+        if not engine.grammars.awaiting_mask:
             return super().step()
         engine.step()  # may be empty, because all requests wait for masks
         return None
@@ -231,10 +231,10 @@ class RecordedLife(Life):
         in_flight = {
             seq_id for output in self.engine.in_flight for seq_id in output.constrained_seq_ids
         }
-        held = sorted(self.engine.grammars.held - in_flight)
+        held = sorted(self.engine.grammars.awaiting_mask - in_flight)
         if held:
             seq_id = held[index % len(held)]
-            self.engine.grammars.held.discard(seq_id)
+            self.engine.grammars.awaiting_mask.discard(seq_id)
             request = next(each for each in self.engine.scheduler.requests if each.seq_id == seq_id)
             self.engine.scheduler.unblock(request)
 
@@ -280,7 +280,7 @@ class RecordedLife(Life):
     def _compile_all(self) -> None:
         while self.engine.grammars.blocked:
             self.compile(0)
-        for _ in range(len(self.engine.grammars.held)):
+        for _ in range(len(self.engine.grammars.awaiting_mask)):
             self.mask(0)
 
     def _details(self, name: str) -> tuple[Any, ...]:

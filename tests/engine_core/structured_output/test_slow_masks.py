@@ -85,7 +85,7 @@ def serve(engine: GrammarEngine, first_id: int, before_run: Callable[[], None] =
 def assert_nothing_is_left(engine: GrammarEngine) -> None:
     engine.harness.assert_idle()
     assert engine.num_constrained == 0
-    assert not engine.manager.held
+    assert not engine.manager.awaiting_mask
     assert not engine.manager._late
     assert engine.harness.scheduler.kv_transfer.rewound_until_step == {}
 

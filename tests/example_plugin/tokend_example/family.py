@@ -11,10 +11,9 @@ if TYPE_CHECKING:
 
 def spec(config: ConfigReader) -> "ModelSpec":
     """Return a model like Llama."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
-    layers = attention_layers(config, llama_attention(config))
-    return decoder(config, layers, gated_mlps(config))
+    return attention_decoder(config, llama_attention(config))
 
 
 FAMILY = Family(models={"ExampleForCausalLM": "Example"}, model_types=("example",), spec=spec)

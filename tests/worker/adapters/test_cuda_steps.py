@@ -396,7 +396,7 @@ def test_the_largest_step_has_adapters_in_every_row(
     assert launched == [12] * len(model.served.targets.weights)
     step = model.served.targets.step
     assert isinstance(step, SlotsWithoutTriton)
-    assert [held() for held in step._reserved.held.values()] == [None] * MAX_LORAS
+    assert [held() for held in step._reserved.adapters.values()] == [None] * MAX_LORAS
 
 
 def test_each_rank_adds_its_part(model: AdaptedModel, cuda: FakeCuda) -> None:
@@ -479,7 +479,7 @@ def test_stores_hold_adapters_of_the_host(model: AdaptedModel, cuda: FakeCuda) -
         model.served.load(model.paths[number - 1], number)
         with model.served.running([number] * 2):
             step.add(0, x, y[:, :512])
-        places.append([slot for slot, held in step._reserved.held.items() if held()])
+        places.append([slot for slot, held in step._reserved.adapters.items() if held()])
         if number == 2:
             store.drop(2)
     assert places[2][-1] == places[1][-1] != places[0][-1]

@@ -59,7 +59,7 @@ def draw_by_torch(
     filters: RowFilters | None = None,
     masks_dropped: bool = False,
 ) -> torch.Tensor:
-    """`KeyedDraw` in plain torch."""
+    """`TritonDraw` in plain torch."""
     if filters is not None:
         some = logits.index_select(0, filters.rows)
         settings = filters.top_k, filters.top_p, filters.min_p

@@ -20,7 +20,7 @@ from tests.worker.sampling.settings import backend_of, each_backend
 from worker.batch.transfers import HostTransfers
 from worker.cuda.sampling import device_filters
 from worker.cuda.sampling.device_kernels import TritonDraw
-from worker.cuda.sampling.device_sampler import DeviceDraw, KeyedDraw
+from worker.cuda.sampling.device_sampler import DeviceDraw
 from worker.cuda.transfers import QueuedTransfers
 from worker.reference.sampling import ROUNDS, TorchBackend
 from worker.sampling.row_params import RowParams
@@ -31,7 +31,7 @@ VOCAB_SIZE = 3001
 
 
 @pytest.fixture(params=["torch", "triton"])
-def draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KeyedDraw:
+def draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TritonDraw:
     if request.param == "torch":
         return draw_by_torch
     interpret_kernels(monkeypatch)
@@ -77,7 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
     ("name", "dtype"), [*((name, torch.bfloat16) for name in CASES), ("both", torch.float32)]
 )
 def test_drawn_tokens_equal_those_of_the_host(
-    name: str, dtype: torch.dtype, draw: KeyedDraw
+    name: str, dtype: torch.dtype, draw: TritonDraw
 ) -> None:
     logits, rows = logits_of(4, dtype), rows_of(4, **CASES[name])
     found = DeviceDraw(HostTransfers(), draw).draw_tokens(logits, rows)
@@ -85,7 +85,7 @@ def test_drawn_tokens_equal_those_of_the_host(
 
 
 @pytest.mark.parametrize("name", ["top-k of some", "both", "all, and greedy"])
-def test_dropped_logits_are_masked_on_request(name: str, draw: KeyedDraw) -> None:
+def test_dropped_logits_are_masked_on_request(name: str, draw: TritonDraw) -> None:
     """Survivals of drafts are probabilities among the tokens that the filters keep."""
     logits, rows = logits_of(4, torch.float32), rows_of(4, **CASES[name])
     wanted = logits.clone()
@@ -97,7 +97,7 @@ def test_dropped_logits_are_masked_on_request(name: str, draw: KeyedDraw) -> Non
     assert torch.equal(logits, wanted)
 
 
-def test_a_drawn_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
+def test_a_drawn_token_does_not_depend_on_its_row(draw: TritonDraw) -> None:
     logits, rows = logits_of(3, torch.float32), rows_of(3, top_p=0.9)
     order = np.array([2, 0])
     sampling = DeviceDraw(HostTransfers(), draw)

@@ -226,7 +226,7 @@ class FlashInferAttention:
 
 
 def _refusal(what: str) -> ConfigError:
-    return ConfigError(f"--attention-backend flashinfer {what}", "attention_backend")
+    return ConfigError(f"--attention-backend flashinfer {what}")
 
 
 def _name(dtype: torch.dtype) -> str:

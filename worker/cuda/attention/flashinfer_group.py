@@ -240,7 +240,6 @@ class PlannedGroup(Protocol):
 
         indices: the page indices of all parts, int32, on the device. offsets: of the decodes.
         """
-        ...
 
 
 class GroupWrappers:

@@ -32,10 +32,7 @@ from proto.settings.config import ServeConfig
 from worker.attention.backend import AttentionShape, Rotation
 from worker.attention.kv_cache import DensePages, KVCache, Pages
 from worker.cuda.accelerator import Accelerator
-from worker.cuda.attention.flashinfer import (
-    FlashInferAttention,
-    refuse_unsupported,
-)
+from worker.cuda.attention.flashinfer import FlashInferAttention, refuse_unsupported
 from worker.cuda.attention.flashinfer_group import (
     Library,
     Options,
@@ -98,8 +95,7 @@ def require_latent_kernels(
         ) from None
     if config.device.cascade_attention_from:
         raise ConfigError(
-            f"--cascade-attention-from is not supported with latent KV, as {architecture} has it",
-            "cascade_attention_from",
+            f"--cascade-attention-from is not supported with latent KV, as {architecture} has it"
         )
     # The last tile of a sequence may be short, and every multiprocessor may end with a part.
     spare = MOST_TILES - _MOST_MULTIPROCESSORS - 2 * config.scheduler.max_num_seqs
@@ -108,8 +104,7 @@ def require_latent_kernels(
         raise ConfigError(
             f"--max-num-batched-tokens {num_tokens}: with {shape.num_heads} heads of latent "
             f"attention and --max-num-seqs {config.scheduler.max_num_seqs} the kernels take at "
-            f"most {max(most, 0)}",
-            "max_num_batched_tokens",
+            f"most {max(most, 0)}"
         )
 
 

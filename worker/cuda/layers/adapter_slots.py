@@ -122,7 +122,7 @@ class StepRows:
 class _Memory:
     """What `reserve` takes. slots: uint8 [slots, bytes], of which the others are views.
 
-    max_rank: a multiple of RANKS. held: the adapter of each slot, the least recently used first.
+    max_rank: a multiple of RANKS. adapters: slot → its adapter, the least recently used first.
     """
 
     slots: torch.Tensor
@@ -132,7 +132,7 @@ class _Memory:
     products: list[ProductSlots | None]
     num_fields: int
     max_rank: int
-    held: dict[int, Callable[[], SlotAdapter | None]]
+    adapters: dict[int, Callable[[], SlotAdapter | None]]
     transfers: QueuedTransfers
     accelerator: Accelerator
 
@@ -204,7 +204,7 @@ class SlotAdapters(StepAdapters):
             products=found,
             num_fields=num_fields,
             max_rank=_padded(max_rank, RANKS),
-            held=dict.fromkeys(range(max_adapters), _nothing),
+            adapters=dict.fromkeys(range(max_adapters), _nothing),
             transfers=transfers,
             accelerator=accelerator,
         )
@@ -273,12 +273,12 @@ class SlotAdapters(StepAdapters):
         memory = self._reserved
         wanted = {id(adapter) for adapter in adapters}
         found = {}
-        for slot, held in memory.held.items():
-            holds = held()
-            if holds is not None and id(holds) in wanted:
-                found[id(holds)] = slot
-        free = [slot for slot in memory.held if slot not in found.values()]
-        free.sort(key=lambda slot: memory.held[slot]() is not None)
+        for slot, adapter_ref in memory.adapters.items():
+            resident = adapter_ref()
+            if resident is not None and id(resident) in wanted:
+                found[id(resident)] = slot
+        free = [slot for slot in memory.adapters if slot not in found.values()]
+        free.sort(key=lambda slot: memory.adapters[slot]() is not None)
         slots = []
         for adapter in adapters:
             slot = found.get(id(adapter), -1)
@@ -287,8 +287,8 @@ class SlotAdapters(StepAdapters):
                 slot = free.pop(0)
                 content = adapter.content
                 memory.slots[slot, : len(content)].copy_(content, non_blocking=True)
-            del memory.held[slot]
-            memory.held[slot] = ref(adapter)
+            del memory.adapters[slot]
+            memory.adapters[slot] = ref(adapter)
             slots.append(slot)
         return slots
 
@@ -364,7 +364,7 @@ class SlotAdapters(StepAdapters):
 
     def _num_blocks(self, num_rows: int) -> int:
         """Return the most blocks of rows with as many adapters as there are slots."""
-        num_slots = min(len(self._reserved.held), num_rows)
+        num_slots = min(len(self._reserved.adapters), num_rows)
         return min(num_rows, -(-num_rows // ROWS) + num_slots - 1)
 
     def _step_rows(self) -> StepRows:

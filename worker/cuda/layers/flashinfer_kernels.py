@@ -98,7 +98,7 @@ class FlashInferNorm(Norm):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of x [..., size]; rows of x may be a stride apart."""
-        if not self._takes(x):
+        if x.dtype != self._weight.dtype or x.dtype not in SIXTEEN_BITS:
             return self._own(x)
         out = x.new_empty(x.shape)
         self._norm(x, self._weight, self._eps, out=out)
@@ -106,9 +106,6 @@ class FlashInferNorm(Norm):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self._own.add_to(residual, x)
-
-    def _takes(self, x: torch.Tensor) -> bool:
-        return x.dtype == self._weight.dtype and x.dtype in SIXTEEN_BITS
 
 
 def flashinfer_gate(library: Any, name: Activation, own: Gate) -> Gate:

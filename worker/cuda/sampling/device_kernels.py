@@ -15,11 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.cuda.sampling.device_filters import (
-    RowFilters,
-    TritonFilters,
-    mask_dropped,
-)
+from worker.cuda.sampling.device_filters import RowFilters, TritonFilters, mask_dropped
 from worker.reference.sampling import ROUNDS, STREAM_SAMPLE
 from worker.sampling.logit_edits import WORD_BITS
 

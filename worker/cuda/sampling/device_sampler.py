@@ -9,7 +9,7 @@ the device. `DeviceSampler` calls them in this order.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,47 +28,13 @@ from worker.cuda.sampling.device_kernels import (
     SEEN,
     ListedEdits,
     RowEditArrays,
+    TritonDraw,
     TritonEdits,
 )
 from worker.cuda.transfers import QueuedTransfers
-from worker.sampling.logit_edits import (
-    NEVER,
-    WORD_BITS,
-    Ids,
-    RowEdits,
-    Values,
-    grammar_masks,
-)
+from worker.sampling.logit_edits import NEVER, WORD_BITS, Ids, RowEdits, Values, grammar_masks
 from worker.sampling.logprobs import NO_LOGPROBS, queue_logprobs
-from worker.sampling.row_params import (
-    RowParams,
-    needs_filter,
-    neutral_params,
-    torch_columns,
-)
-
-
-class KeyedDraw(Protocol):
-    """The type of TritonDraw."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seed: torch.Tensor,
-        choice: torch.Tensor,
-        position: torch.Tensor,
-        filters: RowFilters | None,
-        masks_dropped: bool,
-        /,
-    ) -> torch.Tensor:
-        """Return the token ids of N rows.
-
-        logits, temperature, seed, choice, position: of the rows. filters: of some of them.
-        masks_dropped: set logits that a filter drops to −inf.
-        """
-        ...
-
+from worker.sampling.row_params import RowParams, needs_filter, neutral_params, torch_columns
 
 NEUTRAL = (1.0, 0.0, 0.0)
 """Penalties without effect: repetition, frequency, presence."""
@@ -86,7 +52,7 @@ class DeviceSampler:
         batch: InputBatch,
         last: torch.Tensor,
         vocab_size: int,
-        draw: KeyedDraw,
+        draw: TritonDraw,
         edits: TritonEdits,
     ) -> None:
         self._batch = batch
@@ -433,7 +399,7 @@ def largest_params(num_rows: int) -> RowParams:
 class DeviceDraw:
     """Filters logits on a device and draws tokens there, without waiting for it."""
 
-    def __init__(self, transfers: Transfers, draw: KeyedDraw) -> None:
+    def __init__(self, transfers: Transfers, draw: TritonDraw) -> None:
         self._transfers = transfers
         self._draw = draw
 

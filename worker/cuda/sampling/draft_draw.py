@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from worker.cuda.accelerator import Accelerator
-from worker.cuda.sampling.device_sampler import DeviceDraw, KeyedDraw
+from worker.cuda.sampling.device_kernels import TritonDraw
+from worker.cuda.sampling.device_sampler import DeviceDraw
 from worker.cuda.transfers import Downloader, QueuedTransfers
 from worker.sampling.logit_edits import NEVER
 from worker.speculation.draft_sampler import DraftDraws, probabilities_of
@@ -20,7 +21,7 @@ class DeviceDraftDraw:
     tokens that were sampled.
     """
 
-    def __init__(self, accelerator: Accelerator, draw: KeyedDraw) -> None:
+    def __init__(self, accelerator: Accelerator, draw: TritonDraw) -> None:
         self._transfers = QueuedTransfers(accelerator)
         self._drawing = DeviceDraw(QueuedTransfers(accelerator), draw)
         self._downloader = Downloader(accelerator)

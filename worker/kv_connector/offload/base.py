@@ -54,7 +54,6 @@ class BlockRows(Protocol):
 
     def block_rows(self) -> torch.Tensor:
         """View it as uint8 [num_blocks, block_bytes]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,19 +101,15 @@ class OffloadingHandler(Protocol):
 
     def transfer_async(self, job: TransferJob) -> None:
         """Start a copy; never blocks, and never raises for an error of the medium."""
-        ...
 
     def get_finished(self) -> list[TransferResult]:
         """Return copies finished since the last call; never blocks."""
-        ...
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until the given jobs of this handler have finished."""
-        ...
 
     def close(self) -> None:
         """Block until no copy accesses the device's memory any more."""
-        ...
 
 
 def create_handlers(

@@ -86,12 +86,9 @@ class BlockBytes(Protocol):
 
         Called in the worker loop's thread.
         """
-        ...
 
     def copy_out(self, block_id: int, memory: memoryview) -> None:
         """Copy a block to `memory` [block_bytes]; blocks until that is done."""
-        ...
 
     def copy_in(self, memory: memoryview, block_id: int) -> None:
         """Copy `memory` [block_bytes] to a block; blocks until that is done."""
-        ...

@@ -21,11 +21,7 @@ from proto.messages.kv_connector import (
 )
 from proto.messages.kv_events import DEVICE_MEDIUM
 from proto.runtime.sockets import EventFd
-from proto.settings.kv_transfer_config import (
-    KVTransferConfig,
-    OffloadSettings,
-    offload_settings,
-)
+from proto.settings.kv_transfer_config import KVTransferConfig, OffloadSettings, offload_settings
 from worker.attention.kv_cache import KVCache
 from worker.attention.state_cache import StateCache
 from worker.kv_connector.base import FinishedTransfers, WorkerConnector, WorkerContext

@@ -26,11 +26,7 @@ from proto.settings.kv_media import (
 from proto.settings.kv_transfer_config import DiskSettings, disk_settings
 from worker.kv_connector.offload.base import STORE_NICENESS, HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
-from worker.kv_connector.offload.transfer_queue import (
-    MediumError,
-    SecondsLeft,
-    TransferQueue,
-)
+from worker.kv_connector.offload.transfer_queue import MediumError, SecondsLeft, TransferQueue
 
 _SLICE: Final = 1 << 20
 """Bytes read or written between two checks of the time limit."""

@@ -25,11 +25,7 @@ from proto.settings.kv_transfer_config import (
 )
 from worker.kv_connector.offload.base import STORE_NICENESS, HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
-from worker.kv_connector.offload.transfer_queue import (
-    MediumError,
-    SecondsLeft,
-    TransferQueue,
-)
+from worker.kv_connector.offload.transfer_queue import MediumError, SecondsLeft, TransferQueue
 
 _PIPELINE_BLOCKS: Final = 16
 """Blocks requested in one pipeline."""

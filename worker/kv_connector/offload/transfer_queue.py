@@ -22,12 +22,7 @@ from typing import Final, Protocol
 from proto.messages.kv_connector import TransferJob
 from proto.settings.kv_media import HEADER_BYTES, MAX_KEY_BYTES
 from worker.kv_connector.offload.base import HandlerContext, TransferResult
-from worker.kv_connector.offload.block_image import (
-    BlockBytes,
-    BlockLabel,
-    is_valid,
-    seal,
-)
+from worker.kv_connector.offload.block_image import BlockBytes, BlockLabel, is_valid, seal
 
 logger = logging.getLogger("tokend.kv_media")
 
@@ -95,20 +90,16 @@ class CopyJob:
         self._lock = threading.Lock()
         self._num_bytes = 0
         self._unfinished = {id(block): block for block in self.copies}
-        self._ended = False
+        self.ended = False
 
     @property
     def seconds_left(self) -> float:
         return self._deadline - time.monotonic()
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
     def access_cache(self, block: BlockCopy, copy: Callable[[BlockCopy], int]) -> bool:
         """Copy a block to or from the cache; False if the job has ended. copy: returns bytes."""
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return False
             self._num_bytes += copy(block)
             return True
@@ -123,9 +114,9 @@ class CopyJob:
         cancelled: ended before its time limit, to free its blocks.
         """
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return None
-            self._ended = True
+            self.ended = True
             unfinished = list(self._unfinished.values())
         failed = (
             [block_id for block in unfinished for block_id in block.block_ids]
@@ -165,15 +156,12 @@ class Medium(Protocol):
         image: [HEADER_BYTES + content]; the caller verifies its checksum. Raises MediumError. The
         caller may close the iterator early.
         """
-        ...
 
     def write_block(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
         """Write a whole image or nothing; raises MediumError."""
-        ...
 
     def discard(self, label: BlockLabel) -> None:
         """Remove an invalid block."""
-        ...
 
     def close(self) -> None: ...
 

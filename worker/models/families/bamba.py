@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
@@ -12,6 +12,7 @@ from worker.models.families.base import (
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
     add_mamba_expansion,
     add_partially_rotated_heads,
     layers_with_attention,
@@ -19,19 +20,13 @@ from worker.models.families.base import (
 from worker.models.families.granite import GRANITE_KEYS
 from worker.models.layout import LayerNorms, num_layers_of
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
-
 FEED_FORWARD_NORMS: Final = LayerNorms(
     attention=("input_layernorm", "attn_norm"), mlp=("pre_ff_layernorm", "ffn_norm")
 )
-FEED_FORWARD_NAMES: Final = (
-    ("mlp.", "feed_forward."),
-    ("model.norm.", "model.final_layernorm."),
-)
+FEED_FORWARD_NAMES: Final = (("mlp.", "feed_forward."), ("model.norm.", "model.final_layernorm."))
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; the layers in `attn_layer_indices` have attention."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
     from worker.models.hybrids import Mamba2Keys, mamba2_mixer
@@ -40,11 +35,8 @@ def spec(config: ConfigReader) -> "ModelSpec":
     indices = config.get("attn_layer_indices")
     if not isinstance(indices, list) or not {*range(num_layers)} & {*indices}:
         raise config.refusal("attn_layer_indices", indices, "a list of layers is needed")
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, rotary_fraction=0.5),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(config, rotary_fraction=0.5, bias=config.flag("attention_bias", False)),
         rope_interleaved_in=("gguf",),
         interleaves_all=True,
     )
@@ -58,8 +50,7 @@ def spec(config: ConfigReader) -> "ModelSpec":
     heads = attention_layers(config, attention, windows=[None] * num_layers)
     mixers = [heads[layer] if layer in indices else mamba for layer in range(num_layers)]
     return replace(
-        decoder(config, mixers, gated_mlps(config)),
-        norm_eps=config.number("rms_norm_eps", 1e-5),
+        decoder(config, mixers, gated_mlps(config), eps=1e-5),
         norms=FEED_FORWARD_NORMS,
         hugging_face_names=FEED_FORWARD_NAMES,
     )

@@ -52,7 +52,7 @@ KEY_LENGTH, VALUE_LENGTH = "attention.key_length_mla", "attention.value_length_m
 these lengths, in newer ones those of the latents."""
 YARN_LOG: Final = "rope.scaling.yarn_log_multiplier"
 
-DELTA_RULE_KEYS: Final = {
+_DELTA_RULE_KEYS: Final = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
@@ -131,7 +131,8 @@ class Gguf:
     is_marked: recognises the metadata of this family among files of others with the same name.
     keys: metadata key → key of config.json with the same meaning.
     other_keys: metadata keys that `add_heads` or `finish` reads, or that may be ignored.
-    values: metadata key → its only value that is supported.
+    gating: of a family with a mixture of experts, its value of expert_gating_func. EXPERT_KEYS are
+        among its keys then. 0: it has no experts.
     optional_keys: metadata keys that other families require.
     settings: keys of config.json that hold for all models of the family, and that files leave out.
     flags: key of config.json → name of a tensor. The key is true for files with this tensor.
@@ -146,13 +147,18 @@ class Gguf:
     is_marked: Callable[[Mapping[str, Any]], bool] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     other_keys: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
+    gating: int = 0
     optional_keys: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     rope_theta: float = DEFAULT_THETA
     add_heads: ConfigStep = add_head_dim
     finish: ConfigStep | None = None
+
+    @property
+    def config_keys(self) -> Mapping[str, str]:
+        """`keys` with those of experts."""
+        return {**EXPERT_KEYS, **self.keys} if self.gating else self.keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +271,16 @@ def finish_delta_rule(config: dict[str, Any], metadata: GgufMetadata) -> None:
     if isinstance(recurrent, list):  # layers that predict further tokens come last
         config["layer_types"] = [LINEAR if each else FULL for each in recurrent[:num_layers]]
     config["of_llama_cpp"] = True
+
+
+DELTA_RULE_GGUF: Final = Gguf(
+    name="",
+    keys=_DELTA_RULE_KEYS,
+    other_keys=(VALUES_OF_ALL_HEADS, RECURRENT_LAYERS),
+    add_heads=add_partially_rotated_heads,
+    finish=finish_delta_rule,
+)
+"""What the GGUF files of families with delta-rule layers have in common."""
 
 
 def layers_with_attention(config: dict[str, Any], metadata: GgufMetadata) -> list[bool]:

@@ -42,7 +42,7 @@ def bert_like(config: ConfigReader, *, first_position: int) -> ModelSpec:
 
     first_position: row of the table of positions that belongs to the first token.
     """
-    from worker.models.encoder import ACTIVATIONS, bidirectional_attention
+    from worker.models.common import ACTIVATIONS, bidirectional_attention
     from worker.models.mlp import MlpSpec
     from worker.models.spec import InputSpec, LayerSpec, ModelSpec
 

@@ -13,7 +13,7 @@ _NORMS: Final = LayerNorms(attention=("input_layernorm", "attn_norm"))
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every fourth layer has full attention."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     config.must_be("use_qk_norm", False)
     config.must_be("use_parallel_block", True)
@@ -29,25 +29,19 @@ def spec(config: ConfigReader) -> ModelSpec:
     kinds = layer_kinds(
         config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % pattern else FULL
     )
-    windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
+    windows = layer_windows(config, kinds, config.integer("sliding_window", 4096))
     attention = replace(
         llama_attention(config, bias=config.flag("attention_bias", False)),
         rope_interleaved_in=("safetensors", "gguf"),
     )
-    layers = attention_layers(
-        config,
-        attention,
-        layer_windows(config, kinds, windows),
-        [attention.rope if kind == WINDOWED else NoRope() for kind in kinds],
-    )
+    ropes = [attention.rope if kind == WINDOWED else NoRope() for kind in kinds]
     return replace(
-        decoder(config, layers, gated_mlps(config)),
+        attention_decoder(config, attention, windows, ropes, tied=True),
         norms=_NORMS,
         norm_type="layer",
         norm_eps=config.number("layer_norm_eps", 1e-5),
         parallel_blocks=True,
         logit_scale=config.number("logit_scale", 0.0625),
-        tied_embeddings=config.flag("tie_word_embeddings", True),
     )
 
 
@@ -57,10 +51,6 @@ FAMILY = Family(
     spec=spec,
     gguf=Gguf(
         name="cohere2",
-        keys={
-            NORM_EPS: "layer_norm_eps",
-            "logit_scale": "logit_scale",
-            WINDOW: "sliding_window",
-        },
+        keys={NORM_EPS: "layer_norm_eps", "logit_scale": "logit_scale", WINDOW: "sliding_window"},
     ),
 )

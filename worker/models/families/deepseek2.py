@@ -4,8 +4,6 @@ from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
-    EXPERT_KEYS,
-    GATING,
     KEY_LENGTH,
     LATENT_KEYS,
     SOFTMAX,
@@ -47,9 +45,9 @@ FAMILY = Family(
     spec=spec,
     gguf=Gguf(
         name="deepseek2",
-        keys={**EXPERT_KEYS, **LATENT_KEYS},
+        keys=LATENT_KEYS,
         other_keys=(KEY_LENGTH, VALUE_LENGTH, YARN_LOG),
-        values={GATING: SOFTMAX},
+        gating=SOFTMAX,
         add_heads=add_latent_heads,
     ),
 )

@@ -2,7 +2,6 @@
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
-    EXPERT_KEYS,
     GATING,
     KEY_LENGTH,
     LATENT_KEYS,
@@ -36,9 +35,9 @@ FAMILY = Family(
     gguf=Gguf(
         name="deepseek2",
         is_marked=lambda keys: keys.get(GATING) == SIGMOID,
-        keys={**EXPERT_KEYS, **LATENT_KEYS},
+        keys=LATENT_KEYS,
         other_keys=(KEY_LENGTH, VALUE_LENGTH, YARN_LOG),
-        values={GATING: SIGMOID},
+        gating=SIGMOID,
         settings={"norm_topk_prob": False},
         add_heads=add_latent_heads,
     ),

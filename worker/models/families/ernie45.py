@@ -13,7 +13,7 @@ _THETA: Final = 500_000.0
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `use_bias` is for all linear layers."""
-    from worker.models.common import attention_layers, decoder, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
     from worker.models.mlp import MlpSpec
 
     config.must_be("hidden_act", "silu", "swish")
@@ -28,12 +28,8 @@ def spec(config: ConfigReader) -> ModelSpec:
         intermediate_size=config.integer("intermediate_size"),
         bias=bias,
     )
-    layers = attention_layers(config, attention)
-    return replace(
-        decoder(config, layers, [mlp] * num_layers_of(config)),
-        norm_eps=config.number("rms_norm_eps", 1e-5),
-        tied_embeddings=config.flag("tie_word_embeddings", True),
-    )
+    mlps = [mlp] * num_layers_of(config)
+    return attention_decoder(config, attention, mlps=mlps, eps=1e-5, tied=True)
 
 
 FAMILY = Family(

@@ -32,7 +32,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every `sliding_window_pattern`th layer has full
     attention, or, where that is a text such as "LLLG", each layer of a G and the last one.
     """
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     num_layers = num_layers_of(config)
     window = window_from_config(config)
@@ -53,17 +53,9 @@ def spec(config: ConfigReader) -> ModelSpec:
         lambda layer: FULL if window is None or is_full[layer] else WINDOWED,
     )
     attention = replace(llama_attention(config), qk_norm=True)
-    layers = attention_layers(
-        config,
-        attention,
-        layer_windows(config, kinds, {FULL: None, WINDOWED: window}),
-        [attention.rope if window is None or kind == WINDOWED else NoRope() for kind in kinds],
-    )
-    return replace(
-        decoder(config, layers, gated_mlps(config)),
-        norms=POST_NORMS,
-        norm_eps=config.number("rms_norm_eps", 1e-5),
-    )
+    windows = layer_windows(config, kinds, window)
+    ropes = [attention.rope if window is None or kind == WINDOWED else NoRope() for kind in kinds]
+    return replace(attention_decoder(config, attention, windows, ropes, eps=1e-5), norms=POST_NORMS)
 
 
 FAMILY = Family(

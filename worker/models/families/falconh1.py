@@ -10,30 +10,25 @@ from worker.models.families.base import (
     VALUES_OF_ALL_HEADS,
     Family,
     Gguf,
+    ModelSpec,
     add_heads_of_width,
 )
 from worker.models.layout import num_layers_of
 
 if TYPE_CHECKING:
     from worker.layers.mamba2 import GateNorm
-    from worker.models.spec import ModelSpec
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec, with the factors of maximal update parametrisation."""
     from worker.models.common import decoder, gated_mlps, llama_attention
     from worker.models.composite import ParallelMixerSpec
     from worker.models.hybrids import Mamba2Keys, mamba2_mixer
 
     config.get("mlp_expansion_factor")  # intermediate_size is what it says
-    bias = config.flag("attention_bias", False)
-    attention = llama_attention(config)
-    attention = replace(
-        attention,
-        scale=attention.scale * config.number("key_multiplier", 1.0),
-        qkv_bias=bias,
-        output_bias=bias,
-    )
+    attention = llama_attention(config, bias=config.flag("attention_bias", False))
+    key_factor = config.number("key_multiplier", 1.0)
+    attention = replace(attention, scale=attention.scale * key_factor)
     expanded = config.integer("mamba_expand", 2) * config.integer("hidden_size")
     gate_norm: GateNorm = "none"
     norm_is_first = config.flag("mamba_norm_before_gate", True)
@@ -68,8 +63,7 @@ def spec(config: ConfigReader) -> "ModelSpec":
         for mlp in gated_mlps(config)
     ]
     return replace(
-        decoder(config, [mixer] * num_layers_of(config), mlps),
-        norm_eps=config.number("rms_norm_eps", 1e-5),
+        decoder(config, [mixer] * num_layers_of(config), mlps, eps=1e-5),
         norms=FEED_FORWARD_NORMS,
         hugging_face_names=FEED_FORWARD_NAMES,
         gguf_names=((".ffn_norm.weight", ".ffn_norm"),),

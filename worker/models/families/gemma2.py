@@ -17,14 +17,14 @@ from worker.models.layout import FULL, SANDWICH_NORMS, WINDOWED, layer_kinds, la
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; a soft cap that is null is none."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, gated_mlps, llama_attention
 
     config.must_be("hidden_activation", "gelu_pytorch_tanh")
     config.must_be("hidden_act", "gelu_pytorch_tanh")
     config.must_be("use_bidirectional_attention", False)
     config.get("sliding_window_size")  # beside `sliding_window` in the first files
     kinds = layer_kinds(config, (FULL, WINDOWED), lambda layer: FULL if layer % 2 else WINDOWED)
-    windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
+    windows = layer_windows(config, kinds, config.integer("sliding_window", 4096))
     attention = replace(
         llama_attention(
             config,
@@ -34,14 +34,13 @@ def spec(config: ConfigReader) -> ModelSpec:
         scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
         soft_cap=config.soft_cap("attn_logit_softcapping", 50.0),
     )
-    layers = attention_layers(config, attention, layer_windows(config, kinds, windows))
+    mlps = gated_mlps(config, "gelu_tanh")
     return replace(
-        decoder(config, layers, gated_mlps(config, "gelu_tanh")),
+        attention_decoder(config, attention, windows, mlps=mlps, tied=True),
         embedding_scale=config.integer("hidden_size") ** 0.5,
         norms=SANDWICH_NORMS,
         norms_add_one=True,
         logit_soft_cap=config.soft_cap("final_logit_softcapping", 30.0),
-        tied_embeddings=config.flag("tie_word_embeddings", True),
     )
 
 

@@ -34,21 +34,19 @@ def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every `sliding_window_pattern`th layer has full
     attention.
     """
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, gated_mlps, llama_attention
 
     config.must_be("hidden_activation", "gelu_pytorch_tanh")
     bidirectional = config.flag("use_bidirectional_attention", False)
     pattern = config.integer("_sliding_window_pattern", _PATTERN)
     pattern = config.integer("sliding_window_pattern", pattern)
     kinds = layer_kinds(
-        config,
-        (FULL, WINDOWED),
-        lambda layer: WINDOWED if (layer + 1) % pattern else FULL,
+        config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % pattern else FULL
     )
     window = config.integer("sliding_window")
     if bidirectional:
         window = window // 2 + 1  # the configuration counts both sides
-    windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
+    windows = layer_windows(config, kinds, window)
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
     attention = replace(
         llama_attention(
@@ -61,13 +59,12 @@ def spec(config: ConfigReader) -> ModelSpec:
         qk_norm=True,
         bidirectional=bidirectional,
     )
-    layers = attention_layers(config, attention, windows, [ropes[kind] for kind in kinds])
+    layer_ropes, mlps = [ropes[kind] for kind in kinds], gated_mlps(config, "gelu_tanh")
     return replace(
-        decoder(config, layers, gated_mlps(config, "gelu_tanh")),
+        attention_decoder(config, attention, windows, layer_ropes, mlps=mlps, tied=True),
         embedding_scale=config.integer("hidden_size") ** 0.5,
         norms=SANDWICH_NORMS,
         norms_add_one=True,
-        tied_embeddings=config.flag("tie_word_embeddings", True),
     )
 
 

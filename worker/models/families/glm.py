@@ -14,18 +14,15 @@ from worker.models.families.base import (
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` is for queries, keys and values."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, gated_mlps, llama_attention
 
     attention = replace(
         llama_attention(config, head_dim=config.integer("head_dim", 128), rotary_fraction=0.5),
         qkv_bias=config.flag("attention_bias", True),
         rope_interleaved_in=("safetensors", "gguf"),
     )
-    layers = attention_layers(config, attention)
-    return replace(
-        decoder(config, layers, gated_mlps(config, stacked_gate_up=True)),
-        norm_eps=config.number("rms_norm_eps", 1.5625e-7),
-    )
+    mlps = gated_mlps(config, stacked_gate_up=True)
+    return attention_decoder(config, attention, mlps=mlps, eps=1.5625e-7)
 
 
 FAMILY = Family(

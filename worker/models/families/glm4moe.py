@@ -4,8 +4,6 @@ from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
-    EXPERT_KEYS,
-    GATING,
     QUERY_BIAS,
     SIGMOID,
     Family,
@@ -22,8 +20,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     Layers that predict further tokens (`num_nextn_predict_layers`) are not loaded.
     """
     from worker.models.common import (
-        attention_layers,
-        decoder,
+        attention_decoder,
         deepseek_mixture,
         dense_and_sparse,
         llama_attention,
@@ -40,7 +37,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     )
     mlps = dense_and_sparse(config, mixture, lambda layer: layer >= num_dense)
     return replace(
-        decoder(config, attention_layers(config, attention), mlps),
+        attention_decoder(config, attention, mlps=mlps),
         norms=QWEN_NORMS,
         num_unused_layers=config.integer("num_nextn_predict_layers", 0, least=0),
     )
@@ -52,8 +49,7 @@ FAMILY = Family(
     spec=spec,
     gguf=Gguf(
         name="glm4moe",
-        keys=EXPERT_KEYS,
-        values={GATING: SIGMOID},
+        gating=SIGMOID,
         flags={"attention_bias": QUERY_BIAS, "use_qk_norm": "blk.0.attn_q_norm.weight"},
         add_heads=add_partially_rotated_heads,
     ),

@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 
 if TYPE_CHECKING:
     from worker.models.attention import AttentionSpec
     from worker.models.parts import PartSpec
-    from worker.models.spec import ModelSpec
 
 GRANITE_KEYS: Final = {
     "attention.scale": "attention_multiplier",
@@ -20,7 +19,7 @@ GRANITE_KEYS: Final = {
 }
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     from worker.models.common import attention_layers, gated_mlps
 
     layers = attention_layers(config, granite_attention(config))
@@ -40,7 +39,7 @@ def granite_attention(config: ConfigReader) -> "AttentionSpec":
 
 def granite_decoder(
     config: ConfigReader, mixers: Sequence["PartSpec"], mlps: Sequence["PartSpec"]
-) -> "ModelSpec":
+) -> ModelSpec:
     """Return the spec of a decoder whose residual is divided by a factor.
 
     x + m · part(norm(x)), divided by m, is x / m + part(norm(x)); and the norm of x with some eps

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
-    EXPERT_KEYS,
-    GATING,
     MAMBA2_KEYS,
     ROTATES,
     SOFTMAX,
@@ -14,6 +12,7 @@ from worker.models.families.base import (
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
     add_heads_of_width,
     add_mamba_expansion,
     layers_with_attention,
@@ -24,7 +23,6 @@ from worker.models.layout import FULL, LINEAR
 
 if TYPE_CHECKING:
     from worker.models.parts import PartSpec
-    from worker.models.spec import ModelSpec
 
 _NAMES: Final = (
     ("mlp.gate_up_proj", "shared_mlp.input_linear"),
@@ -33,10 +31,9 @@ _NAMES: Final = (
 """The names of the dense MLP, which is the shared expert of models with others."""
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; queries and keys rotate only if `position_embedding_type` says so."""
-    from worker.models.common import attention_layers
-    from worker.models.hybrids import Mamba2Keys, hybrid_kinds, mamba2_mixer
+    from worker.models.hybrids import Mamba2Keys, hybrid_kinds, hybrid_mixers, mamba2_mixer
     from worker.models.mlp import MlpSpec
     from worker.models.rope import NoRope
 
@@ -44,8 +41,6 @@ def spec(config: ConfigReader) -> "ModelSpec":
     config.must_be("normalization_function", "rmsnorm")
     hidden_size = config.integer("hidden_size")
     kinds = hybrid_kinds(config, (LINEAR, FULL), lambda layer: LINEAR)
-    if FULL not in kinds:
-        raise config.refusal("layer_types", list(set(kinds)), f"one {FULL} at least is needed")
     attention = granite_attention(config)
     config.must_be("position_embedding_type", "rope", "nope")
     if config.get("position_embedding_type") != "rope":
@@ -56,8 +51,7 @@ def spec(config: ConfigReader) -> "ModelSpec":
         inner=config.integer("mamba_expand", 2) * hidden_size,
         eps=config.number("rms_norm_eps", 1e-6),
     )
-    heads = attention_layers(config, attention, windows=[None] * len(kinds))
-    mixers = [mamba if kind == LINEAR else head for kind, head in zip(kinds, heads, strict=True)]
+    mixers = hybrid_mixers(config, kinds, attention, mamba)
     shared_size = config.integer("shared_intermediate_size", 1024)
     mlp: PartSpec
     if config.integer("num_local_experts", 8, least=0):
@@ -97,14 +91,13 @@ FAMILY = Family(
     gguf=Gguf(
         name="granitehybrid",
         keys={
-            **EXPERT_KEYS,
             **GRANITE_KEYS,
             **MAMBA2_KEYS,
             "expert_count": "num_local_experts",
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
         other_keys=(VALUES_OF_ALL_HEADS,),
-        values={GATING: SOFTMAX},
+        gating=SOFTMAX,
         add_heads=add_heads_of_width,
         finish=_finish,
     ),

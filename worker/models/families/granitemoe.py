@@ -1,17 +1,17 @@
 """Granite 3 with a mixture of experts as MLP: 1B-A400M, 3B-A800M."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf
+from worker.models.families.base import SOFTMAX, Family, Gguf, ModelSpec
 from worker.models.families.granite import GRANITE_KEYS, granite_attention, granite_decoder
 
 if TYPE_CHECKING:
     from worker.models.moe import MoeSpec
-    from worker.models.spec import ModelSpec
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; the weights of a token's experts are a softmax over their logits."""
     from worker.models.common import attention_layers, dense_and_sparse
 
@@ -21,14 +21,12 @@ def spec(config: ConfigReader) -> "ModelSpec":
 
 def granite_mixture(config: ConfigReader) -> "MoeSpec":
     """Return the mixture of a layer, without a shared expert."""
-    from worker.models.common import router_from_config
-    from worker.models.moe import MoeNames, MoeSpec
+    from worker.models.common import moe_spec, router_from_config
+    from worker.models.moe import MoeNames
 
     config.must_be("hidden_act", "silu", "swish")
-    return MoeSpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
-        router=router_from_config(config),
+    return replace(
+        moe_spec(config, router_from_config(config), "intermediate_size"),
         names=MoeNames(
             router="block_sparse_moe.router.layer",
             experts=None,
@@ -42,5 +40,5 @@ FAMILY = Family(
     models={"GraniteMoeForCausalLM": "Granite 3 1B-A400M, 3B-A800M"},
     model_types=("granitemoe",),
     spec=spec,
-    gguf=Gguf(name="granitemoe", keys={**EXPERT_KEYS, **GRANITE_KEYS}, values={GATING: SOFTMAX}),
+    gguf=Gguf(name="granitemoe", keys=GRANITE_KEYS, gating=SOFTMAX),
 )

@@ -9,6 +9,7 @@ from worker.models.families.base import (
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
     add_heads_of_width,
     layers_with_attention,
 )
@@ -16,7 +17,6 @@ from worker.models.layout import CONV, FULL, LayerNorms, layer_kinds, num_layers
 
 if TYPE_CHECKING:
     from worker.models.parts import PartSpec
-    from worker.models.spec import ModelSpec
 
 _THETA: Final = 1_000_000.0
 _NAMES: Final = (
@@ -30,7 +30,7 @@ _NAMES: Final = (
 )
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; the size of the MLP is two thirds of the configured one, rounded up."""
     from worker.models.mlp import MlpSpec
 
@@ -52,13 +52,13 @@ def spec(config: ConfigReader) -> "ModelSpec":
     return lfm2_decoder(config, [mlp] * num_layers_of(config))
 
 
-def lfm2_decoder(config: ConfigReader, mlps: Sequence["PartSpec"]) -> "ModelSpec":
+def lfm2_decoder(config: ConfigReader, mlps: Sequence["PartSpec"]) -> ModelSpec:
     """Return the spec of a decoder.
 
     Without `layer_types`, layers that `full_attn_idxs` does not name have convolutions.
     """
-    from worker.models.common import attention_layers, decoder, llama_attention
-    from worker.models.hybrids import short_conv_mixer
+    from worker.models.common import decoder, llama_attention
+    from worker.models.hybrids import hybrid_mixers, short_conv_mixer
     from worker.models.rope import rope_from_config
 
     indices = config.get("full_attn_idxs")
@@ -67,22 +67,15 @@ def lfm2_decoder(config: ConfigReader, mlps: Sequence["PartSpec"]) -> "ModelSpec
     kinds = layer_kinds(
         config, (CONV, FULL), lambda layer: FULL if indices is None or layer in indices else CONV
     )
-    if FULL not in kinds:
-        raise config.refusal("layer_types", list(set(kinds)), f"one {FULL} at least is needed")
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
     attention = replace(llama_attention(config, rope=rope), qk_norm=True)
-    heads = attention_layers(config, attention, windows=[None] * len(kinds))
     config.must_be("hidden_act", "silu", "swish")
-    conv = short_conv_mixer(config)
+    mixers = hybrid_mixers(config, kinds, attention, short_conv_mixer(config))
     tied = config.flag("tie_word_embeddings", True)
     eps = config.number("norm_eps", 1e-5)
     config.get("rms_norm_eps")  # has no effect
     return replace(
-        decoder(
-            config,
-            [conv if kind == CONV else head for kind, head in zip(kinds, heads, strict=True)],
-            mlps,
-        ),
+        decoder(config, mixers, mlps),
         norm_eps=eps,
         norms=LayerNorms(attention=("operator_norm", "attn_norm"), mlp=("ffn_norm", "ffn_norm")),
         tied_embeddings=config.flag("tie_embedding", tied),

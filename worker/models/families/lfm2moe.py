@@ -1,38 +1,20 @@
 """LFM2 with a mixture of experts as MLP in most layers."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import (
-    EXPERT_KEYS,
-    GATING,
-    SIGMOID,
-    Family,
-    Gguf,
-    add_heads_of_width,
-)
+from worker.models.families.base import SIGMOID, Family, Gguf, ModelSpec, add_heads_of_width
 from worker.models.families.lfm2 import LFM2_KEYS, finish_lfm2, lfm2_decoder
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; layers from `num_dense_layers` on have experts, chosen by sigmoid scores."""
-    from worker.models.common import dense_and_sparse, router_from_config
-    from worker.models.moe import MoeNames, MoeSpec
+    from worker.models.common import dense_and_sparse, moe_spec, sigmoid_router
+    from worker.models.moe import MoeNames
 
-    mixture = MoeSpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        router=replace(
-            router_from_config(config),
-            scoring="sigmoid",
-            selection_bias=config.flag("use_expert_bias", True),
-            normalised=config.flag("norm_topk_prob", True),
-            scale=config.number("routed_scaling_factor", 1.0),
-        ),
+    router = replace(sigmoid_router(config), selection_bias=config.flag("use_expert_bias", True))
+    experts = replace(
+        moe_spec(config, router),
         names=MoeNames(
             router="feed_forward.gate",
             experts="feed_forward.experts",
@@ -44,7 +26,7 @@ def spec(config: ConfigReader) -> "ModelSpec":
         ),
     )
     num_dense = config.integer("num_dense_layers", 2, least=0)
-    mlps = dense_and_sparse(config, mixture, lambda layer: layer >= num_dense)
+    mlps = dense_and_sparse(config, experts, lambda layer: layer >= num_dense)
     decoder = lfm2_decoder(config, mlps)
     bias = ("feed_forward.gate.e_score_correction_bias", "feed_forward.expert_bias")
     return replace(decoder, hugging_face_names=(*decoder.hugging_face_names, bias))
@@ -56,8 +38,8 @@ FAMILY = Family(
     spec=spec,
     gguf=Gguf(
         name="lfm2moe",
-        keys={**EXPERT_KEYS, **LFM2_KEYS, "leading_dense_block_count": "num_dense_layers"},
-        values={GATING: SIGMOID},
+        keys={**LFM2_KEYS, "leading_dense_block_count": "num_dense_layers"},
+        gating=SIGMOID,
         add_heads=add_heads_of_width,
         finish=finish_lfm2,
     ),

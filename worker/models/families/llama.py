@@ -8,13 +8,13 @@ from worker.models.families.base import Family, Gguf, ModelSpec
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` gives all four projections of the attention a bias."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     attention = replace(
         llama_attention(config, bias=config.flag("attention_bias", False)),
         rope_interleaved_in=("gguf",),
     )
-    return decoder(config, attention_layers(config, attention), gated_mlps(config))
+    return attention_decoder(config, attention)
 
 
 FAMILY = Family(

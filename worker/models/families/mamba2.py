@@ -1,22 +1,19 @@
 """Mamba-2: every layer is a Mamba-2 layer without an MLP; there is no attention."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from proto.errors import ModelError, shown
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import VALUES_OF_ALL_HEADS, Family, Gguf, GgufMetadata
+from worker.models.families.base import VALUES_OF_ALL_HEADS, Family, Gguf, GgufMetadata, ModelSpec
 from worker.models.families.nemotronh import BACKBONE_NAMES
 from worker.models.layout import LayerNorms, num_layers_of
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _LONGEST: Final = 1 << 17
 """Tokens of a sequence for which memory is planned: nothing in the model limits them."""
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     from worker.models.composite import NoPartSpec
     from worker.models.hybrids import Mamba2Keys, mamba2_mixer
     from worker.models.spec import LayerSpec, ModelSpec

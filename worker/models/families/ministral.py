@@ -4,18 +4,12 @@ from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import Family, Gguf, ModelSpec
-from worker.models.layout import (
-    FULL,
-    WINDOWED,
-    layer_kinds,
-    layer_windows,
-    window_from_config,
-)
+from worker.models.layout import FULL, WINDOWED, layer_kinds, layer_windows, window_from_config
 
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every layer has the window."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     window = window_from_config(config)
     kinds = layer_kinds(
@@ -24,8 +18,8 @@ def spec(config: ConfigReader) -> ModelSpec:
         lambda layer: FULL if window is None else WINDOWED,
     )
     attention = replace(llama_attention(config), rope_interleaved_in=("gguf",))
-    windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
-    return decoder(config, attention_layers(config, attention, windows), gated_mlps(config))
+    windows = layer_windows(config, kinds, window)
+    return attention_decoder(config, attention, windows)
 
 
 FAMILY = Family(

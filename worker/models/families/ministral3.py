@@ -19,7 +19,7 @@ _ROPE_KEYS: Final = {
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `llama_4_scaling_beta` of the rotary embedding scales queries."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     attention = llama_attention(
         config,
@@ -29,10 +29,8 @@ def spec(config: ConfigReader) -> ModelSpec:
         ),
     )
     windows = windows_of_all_layers(config, window_from_config(config))
-    layers = attention_layers(config, replace(attention, rope_interleaved_in=("gguf",)), windows)
-    return replace(
-        decoder(config, layers, gated_mlps(config)), norm_eps=config.number("rms_norm_eps", 1e-5)
-    )
+    attention = replace(attention, rope_interleaved_in=("gguf",))
+    return attention_decoder(config, attention, windows, eps=1e-5)
 
 
 def _finish(config: dict[str, Any], metadata: GgufMetadata) -> None:

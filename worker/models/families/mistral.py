@@ -9,11 +9,11 @@ from worker.models.layout import window_from_config, windows_of_all_layers
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec. A GGUF file of a Mistral calls itself "llama" and permutes alike."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     attention = replace(llama_attention(config), rope_interleaved_in=("gguf",))
     windows = windows_of_all_layers(config, window_from_config(config))
-    return decoder(config, attention_layers(config, attention, windows), gated_mlps(config))
+    return attention_decoder(config, attention, windows)
 
 
 FAMILY = Family(

@@ -3,26 +3,24 @@
 from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf, ModelSpec
+from worker.models.families.base import SOFTMAX, Family, Gguf, ModelSpec
 from worker.models.layout import window_from_config, windows_of_all_layers
 
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; the weights of a token's experts are a softmax over their logits."""
     from worker.models.common import (
-        attention_layers,
-        decoder,
+        attention_decoder,
         dense_and_sparse,
         llama_attention,
+        moe_spec,
         router_from_config,
     )
-    from worker.models.moe import MoeNames, MoeSpec
+    from worker.models.moe import MoeNames
 
     config.must_be("hidden_act", "silu", "swish")
-    mixture = MoeSpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
-        router=router_from_config(config),
+    experts = replace(
+        moe_spec(config, router_from_config(config), "intermediate_size"),
         names=MoeNames(
             router="block_sparse_moe.gate",
             experts="block_sparse_moe.experts",
@@ -33,21 +31,13 @@ def spec(config: ConfigReader) -> ModelSpec:
     )
     attention = replace(llama_attention(config), rope_interleaved_in=("gguf",))
     windows = windows_of_all_layers(config, window_from_config(config))
-    return decoder(
-        config,
-        attention_layers(config, attention, windows),
-        dense_and_sparse(config, mixture, lambda layer: True),
-    )
+    mlps = dense_and_sparse(config, experts, lambda layer: True)
+    return attention_decoder(config, attention, windows, mlps=mlps)
 
 
 FAMILY = Family(
     models={"MixtralForCausalLM": "Mixtral"},
     model_types=("mixtral",),
     spec=spec,
-    gguf=Gguf(
-        name="llama",
-        is_marked=lambda keys: bool(keys.get("expert_count")),
-        keys=EXPERT_KEYS,
-        values={GATING: SOFTMAX},
-    ),
+    gguf=Gguf(name="llama", is_marked=lambda keys: bool(keys.get("expert_count")), gating=SOFTMAX),
 )

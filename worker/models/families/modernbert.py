@@ -45,7 +45,7 @@ name that nothing reads."""
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `local_attention` is the window to both sides together."""
-    from worker.models.encoder import ACTIVATIONS, bidirectional_attention
+    from worker.models.common import ACTIVATIONS, bidirectional_attention
     from worker.models.mlp import MlpSpec
     from worker.models.spec import InputSpec, LayerSpec, ModelSpec
 
@@ -58,7 +58,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     )
     window = config.integer("local_attention", 128) // 2 + 1
     config.get("sliding_window")  # repeats half of local_attention
-    windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
+    windows = layer_windows(config, kinds, window)
     ropes = ropes_by_kind(config, _ROPES, length)
     config.must_be("hidden_activation", *ACTIVATIONS)
     bias = config.flag("attention_bias", False)

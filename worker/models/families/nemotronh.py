@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 from proto.errors import ModelError, shown
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
-    EXPERT_KEYS,
-    GATING,
     SIGMOID,
     VALUES_OF_ALL_HEADS,
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
     layers_with_attention,
     set_head_dim,
 )
@@ -24,7 +23,6 @@ from worker.models.layout import FULL, LINEAR, LayerNorms
 if TYPE_CHECKING:
     from worker.models.moe import MoeSpec
     from worker.models.parts import PartSpec
-    from worker.models.spec import ModelSpec
 
 _MLP: Final = "mlp"
 _EXPERTS: Final = "moe"
@@ -47,7 +45,7 @@ BACKBONE_NAMES: Final = (
 )
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec.
 
     `time_step_min` and `time_step_max` are those of the random weights that training begins with:
@@ -203,7 +201,6 @@ FAMILY = Family(
         name="nemotron_h",
         other_names=("nemotron_h_moe",),
         keys={
-            **EXPERT_KEYS,
             "expert_count": "n_routed_experts",
             "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
             "moe_latent_size": "moe_latent_size",
@@ -213,7 +210,7 @@ FAMILY = Family(
             "ssm.time_step_rank": "mamba_num_heads",
         },
         other_keys=(VALUES_OF_ALL_HEADS,),
-        values={GATING: SIGMOID},
+        gating=SIGMOID,
         add_heads=_add_heads,
         finish=_finish,
     ),

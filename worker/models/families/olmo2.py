@@ -9,13 +9,12 @@ from worker.models.layout import POST_NORMS
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` gives all four projections of the attention a bias."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     attention = replace(
         llama_attention(config, bias=config.flag("attention_bias", False)), joint_qk_norm=True
     )
-    layers = attention_layers(config, attention)
-    return replace(decoder(config, layers, gated_mlps(config)), norms=POST_NORMS)
+    return replace(attention_decoder(config, attention), norms=POST_NORMS)
 
 
 FAMILY = Family(

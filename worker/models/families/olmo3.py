@@ -26,24 +26,19 @@ _ROPES: Final = (
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every fourth layer has full attention."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     kinds = layer_kinds(
         config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % 4 else FULL
     )
-    windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
+    windows = layer_windows(config, kinds, config.integer("sliding_window", 4096))
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
     attention = replace(
         llama_attention(config, rope=ropes[FULL], bias=config.flag("attention_bias", False)),
         joint_qk_norm=True,
     )
-    layers = attention_layers(
-        config,
-        attention,
-        layer_windows(config, kinds, windows),
-        [ropes[kind] for kind in kinds],
-    )
-    return replace(decoder(config, layers, gated_mlps(config)), norms=POST_NORMS)
+    layers = attention_decoder(config, attention, windows, [ropes[kind] for kind in kinds])
+    return replace(layers, norms=POST_NORMS)
 
 
 def _finish(config: dict[str, Any], metadata: GgufMetadata) -> None:

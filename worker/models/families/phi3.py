@@ -17,15 +17,15 @@ from worker.models.layout import window_from_config, windows_of_all_layers
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; requests beyond the original length select the long factors of LongRoPE."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, gated_mlps, llama_attention
 
     config.must_be("attention_bias", False)
     config.must_be("lm_head_bias", False)
     config.must_be("full_attn_mod", 1)
     attention = replace(llama_attention(config, rotary_fraction=1.0), stacked_qkv=True)
     windows = windows_of_all_layers(config, window_from_config(config))
-    layers = attention_layers(config, attention, windows)
-    return decoder(config, layers, gated_mlps(config, stacked_gate_up=True))
+    mlps = gated_mlps(config, stacked_gate_up=True)
+    return attention_decoder(config, attention, windows, mlps=mlps)
 
 
 def _finish(config: dict[str, Any], metadata: GgufMetadata) -> None:

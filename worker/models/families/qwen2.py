@@ -9,11 +9,10 @@ from worker.models.layout import windows_of_upper_layers
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `sliding_window` counts only if `use_sliding_window` is set."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     attention = replace(llama_attention(config), qkv_bias=True)
-    layers = attention_layers(config, attention, windows_of_upper_layers(config))
-    return decoder(config, layers, gated_mlps(config))
+    return attention_decoder(config, attention, windows_of_upper_layers(config))
 
 
 FAMILY = Family(

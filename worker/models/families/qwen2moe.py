@@ -4,14 +4,8 @@ from dataclasses import replace
 from typing import Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf, ModelSpec
-from worker.models.layout import (
-    FULL,
-    WINDOWED,
-    layer_kinds,
-    layer_windows,
-    window_from_config,
-)
+from worker.models.families.base import SOFTMAX, Family, Gguf, ModelSpec
+from worker.models.layout import FULL, WINDOWED, layer_kinds, layer_windows, window_from_config
 
 _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
 
@@ -19,8 +13,7 @@ _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; with `use_sliding_window` every other lower layer has a window."""
     from worker.models.common import (
-        attention_layers,
-        decoder,
+        attention_decoder,
         dense_and_sparse,
         llama_attention,
         qwen_mixture,
@@ -28,7 +21,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     )
 
     config.must_be("hidden_act", "silu", "swish")
-    mixture = qwen_mixture(config, normalised=config.flag("norm_topk_prob", False))
+    experts = qwen_mixture(config, normalised=config.flag("norm_topk_prob", False))
     window = window_from_config(config) if config.flag("use_sliding_window", False) else None
     below = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)
     kinds = layer_kinds(
@@ -37,17 +30,14 @@ def spec(config: ConfigReader) -> ModelSpec:
         lambda layer: FULL if window is None or layer % 2 or layer >= below else WINDOWED,
     )
     attention = replace(llama_attention(config), qkv_bias=config.flag("qkv_bias", True))
-    windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
-    return decoder(
-        config,
-        attention_layers(config, attention, windows),
-        dense_and_sparse(config, mixture, qwen_sparse_layers(config)),
-    )
+    windows = layer_windows(config, kinds, window)
+    mlps = dense_and_sparse(config, experts, qwen_sparse_layers(config))
+    return attention_decoder(config, attention, windows, mlps=mlps)
 
 
 FAMILY = Family(
     models={"Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B"},
     model_types=("qwen2_moe",),
     spec=spec,
-    gguf=Gguf(name="qwen2moe", keys=EXPERT_KEYS, values={GATING: SOFTMAX}),
+    gguf=Gguf(name="qwen2moe", gating=SOFTMAX),
 )

@@ -1,24 +1,12 @@
 """Qwen 3.5, text only: three of four layers are gated delta-rule layers."""
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import (
-    DELTA_RULE_KEYS,
-    IMAGE_SECTIONS,
-    RECURRENT_LAYERS,
-    VALUES_OF_ALL_HEADS,
-    Family,
-    Gguf,
-    add_partially_rotated_heads,
-    finish_delta_rule,
-)
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
+from worker.models.families.base import DELTA_RULE_GGUF, IMAGE_SECTIONS, Family, ModelSpec
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     from worker.models.hybrids import delta_rule_decoder
 
     return delta_rule_decoder(config)
@@ -28,11 +16,9 @@ FAMILY = Family(
     models={"Qwen3_5ForCausalLM": "Qwen 3.5"},
     model_types=("qwen3_5_text",),
     spec=spec,
-    gguf=Gguf(
+    gguf=replace(
+        DELTA_RULE_GGUF,
         name="qwen35",
-        keys=DELTA_RULE_KEYS,
-        other_keys=(VALUES_OF_ALL_HEADS, RECURRENT_LAYERS, IMAGE_SECTIONS),
-        add_heads=add_partially_rotated_heads,
-        finish=finish_delta_rule,
+        other_keys=(*DELTA_RULE_GGUF.other_keys, IMAGE_SECTIONS),
     ),
 )

@@ -3,51 +3,38 @@
 from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf, ModelSpec
+from worker.models.families.base import SOFTMAX, Family, Gguf, ModelSpec
 from worker.models.layout import window_from_config, windows_of_all_layers
 
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `norm_topk_prob` lets the weights of a token's experts sum to 1."""
     from worker.models.common import (
-        attention_layers,
-        decoder,
+        attention_decoder,
         dense_and_sparse,
         llama_attention,
+        moe_spec,
         qwen_sparse_layers,
         router_from_config,
     )
-    from worker.models.moe import MoeSpec
 
     config.must_be("hidden_act", "silu", "swish")
     normalised = config.flag("norm_topk_prob", False)
-    mixture = MoeSpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        router=replace(router_from_config(config), normalised=normalised),
-    )
+    experts = moe_spec(config, replace(router_from_config(config), normalised=normalised))
     config.get("max_window_layers")  # a window is for all layers of this family
     has_window = config.flag("use_sliding_window", False)
     windows = windows_of_all_layers(config, window_from_config(config) if has_window else None)
     attention = replace(
         llama_attention(config, bias=config.flag("attention_bias", False)), qk_norm=True
     )
-    return decoder(
-        config,
-        attention_layers(config, attention, windows),
-        dense_and_sparse(config, mixture, qwen_sparse_layers(config)),
-    )
+    mlps = dense_and_sparse(config, experts, qwen_sparse_layers(config))
+    return attention_decoder(config, attention, windows, mlps=mlps)
 
 
 FAMILY = Family(
     models={"Qwen3MoeForCausalLM": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder, Qwen3-VL-30B-A3B"},
     model_types=("qwen3_moe",),
     spec=spec,
-    gguf=Gguf(
-        name="qwen3moe",
-        keys=EXPERT_KEYS,
-        values={GATING: SOFTMAX},
-        settings={"norm_topk_prob": True},
-    ),
+    gguf=Gguf(name="qwen3moe", gating=SOFTMAX, settings={"norm_topk_prob": True}),
     wrapped_types=("qwen3_vl_moe_text",),
 )

@@ -9,15 +9,14 @@ from worker.models.layout import QWEN_NORMS
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` is for queries, keys and values."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     attention = replace(
         llama_attention(config, head_dim=config.integer("head_dim", 128)),
         qkv_bias=config.flag("attention_bias", True),
         output_bias=config.flag("attention_out_bias", False),
     )
-    layers = attention_layers(config, attention)
-    return replace(decoder(config, layers, gated_mlps(config)), norms=QWEN_NORMS)
+    return replace(attention_decoder(config, attention), norms=QWEN_NORMS)
 
 
 FAMILY = Family(

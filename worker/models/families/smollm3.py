@@ -13,7 +13,7 @@ _THETA: Final = 2_000_000.0
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `no_rope_layers` has a 1 for each layer that rotates."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
 
     config.get("max_window_layers")  # `layer_types` says which layers have a window
     num_layers = num_layers_of(config)
@@ -36,16 +36,9 @@ def spec(config: ConfigReader) -> ModelSpec:
         llama_attention(config, rope=rope, bias=config.flag("attention_bias", False)),
         rope_interleaved_in=("gguf",),
     )
-    layers = attention_layers(
-        config,
-        attention,
-        layer_windows(config, kinds, {FULL: None, WINDOWED: window}),
-        [rope if flag else NoRope() for flag in rotates],
-    )
-    return replace(
-        decoder(config, layers, gated_mlps(config)),
-        tied_embeddings=config.flag("tie_word_embeddings", True),
-    )
+    windows = layer_windows(config, kinds, window)
+    ropes = [rope if flag else NoRope() for flag in rotates]
+    return attention_decoder(config, attention, windows, ropes, tied=True)
 
 
 FAMILY = Family(

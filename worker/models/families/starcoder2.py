@@ -9,7 +9,7 @@ from worker.models.layout import num_layers_of, window_from_config, windows_of_a
 
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `use_bias` is for all linear layers, norms always have a bias."""
-    from worker.models.common import attention_layers, decoder, llama_attention
+    from worker.models.common import attention_decoder, llama_attention
     from worker.models.mlp import MlpSpec
 
     config.must_be("hidden_act", "gelu_pytorch_tanh")
@@ -27,13 +27,12 @@ def spec(config: ConfigReader) -> ModelSpec:
         up="mlp.c_fc",
         down="mlp.c_proj",
     )
-    layers = attention_layers(config, attention, windows)
+    mlps = [mlp] * num_layers_of(config)
     return replace(
-        decoder(config, layers, [mlp] * num_layers_of(config)),
+        attention_decoder(config, attention, windows, mlps=mlps, tied=True),
         norm_type="layer",
         norm_bias=True,
         norm_eps=config.number("norm_epsilon", 1e-5),
-        tied_embeddings=config.flag("tie_word_embeddings", True),
     )
 
 
