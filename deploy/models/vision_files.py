@@ -68,7 +68,7 @@ def read_vision(
         return None
     inner = processor.get("image_processor")
     images = inner if isinstance(inner, Mapping) else images
-    tensors = tuple(_renamed(entries))
+    tensors = tuple(_renamed(entries, family.tensor_names))
     if not tensors or not images:
         return None
     settings = {key: outer[key] for key in family.settings if outer.get(key) is not None}
@@ -123,9 +123,21 @@ def vision_contents(
     return VisionContents(facts, added, tensors, written)
 
 
-def _renamed(entries: Iterable[TensorEntry]) -> Iterable[TensorEntry]:
-    """Yield the tensors of the vision part."""
+def _renamed(
+    entries: Iterable[TensorEntry], tensor_names: Mapping[str, str]
+) -> Iterable[TensorEntry]:
+    """Yield the tensors of the vision part. tensor_names: as in VisionFamily."""
     for entry in entries:
         for pattern, prefix in _PARTS:
             if match := pattern.match(entry.name):
-                yield msgspec.structs.replace(entry, name=prefix + entry.name[match.end() :])
+                name = entry.name[match.end() :]
+                if prefix == TOWER:
+                    name = _name_in_tower(name, tensor_names)
+                yield msgspec.structs.replace(entry, name=prefix + name)
+
+
+def _name_in_tower(name: str, tensor_names: Mapping[str, str]) -> str:
+    for old, new in tensor_names.items():
+        if match := re.match(old, name):
+            return match.expand(new) + name[match.end() :]
+    return name
