@@ -3,7 +3,7 @@
 An image is encoded in many small units, each a range of rows in a stage of a layer:
 
     patches    pixels of the rows, their product, positions
-    keys       norm, queries, keys and values of the rows                       for each layer
+    keys       norm, queries, keys and values of the rows, rotary positions     for each layer
     mixing     attention of the rows to their whole tile, its product, MLP      for each layer
     outputs    the projector's rows
 
@@ -17,16 +17,20 @@ from typing import Final, Protocol
 
 import torch
 
+from worker.attention.backend import Rotation
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
 from worker.layers.tower_attention import TileHeads, TowerAttention
 from worker.models.layer_device import LayerDevice
+from worker.models.rotary import rotate
 from worker.models.vision.spec import (
     PROJECTOR,
     TOWER,
     MlpProjector,
+    PatchMerge,
     PoolProjector,
     ShuffleProjector,
+    TileGrid,
     TowerSpec,
     VisionActivation,
     VisionSpec,
@@ -67,8 +71,28 @@ class VisionWeights(Protocol):
         """Read the LayerNorm NAME.weight, NAME.bias."""
         ...
 
+    def rms_norm(self, name: str, eps: float) -> Norm:
+        """Read the RMSNorm NAME.weight."""
+        ...
+
     def centred_rms_norm(self, name: str, eps: float) -> Norm:
         """Read the RMSNorm that multiplies by 1 + NAME.weight."""
+        ...
+
+
+class Pixels(Protocol):
+    """Pixels of an image, float32 [tiles, channels, height, width]: a tensor, or as one in a file.
+
+    A unit reads the part that it needs. Raises OSError or ValueError if it cannot be read.
+    """
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The size of each dimension."""
+        ...
+
+    def __getitem__(self, part: tuple[slice, ...], /) -> torch.Tensor:
+        """Read a part: a range of each dimension."""
         ...
 
 
@@ -80,19 +104,39 @@ def unit_rows(device: LayerDevice) -> int:
 def tower_attention(spec: VisionSpec, dtype: torch.dtype, device: LayerDevice) -> TowerAttention:
     """Return the attention of a vision part's layers on a device."""
     tower = spec.tower
-    return device.tower_attention(tower.num_heads, tower.hidden_size // tower.num_heads, dtype)
+    return device.tower_attention(tower.num_heads, tower.head_dim, dtype)
 
 
 def _activation(
-    name: VisionActivation, device: LayerDevice
+    name: VisionActivation, device: LayerDevice, is_gated: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return an activation, or f(gate) * up as `Gate`, which quick_gelu and relu do not have."""
     match name:
         case "quick_gelu":
             return lambda x: x * torch.sigmoid(_QUICK * x)
         case "relu":
             return torch.relu
         case _:
-            return device.gate(name, is_gated=False)
+            return device.gate(name, is_gated)
+
+
+def _tower_norm(spec: TowerSpec, name: str, weights: VisionWeights) -> Norm:
+    read = weights.rms_norm if spec.has_rms_norms else weights.layer_norm
+    return read(TOWER + name, spec.norm_eps)
+
+
+def tower_rotation(tower: TowerSpec, grid: TileGrid) -> Rotation | None:
+    """Return the rotation of each patch of a tile; None without rotary positions."""
+    rope, head_dim = tower.rope, tower.head_dim
+    if rope is None:
+        return None
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    of_rows, of_columns = frequencies[0::2], frequencies[int(rope.alternates) :: 2]
+    rows, columns = (torch.arange(count, dtype=torch.float32)[:, None] for count in grid)
+    by_row = (rows * of_rows)[:, None].expand(-1, grid[1], -1)
+    by_column = (columns * of_columns)[None].expand(grid[0], -1, -1)
+    angles = torch.cat([by_row, by_column], dim=-1).flatten(0, 1)
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
 class _Layer:
@@ -101,19 +145,36 @@ class _Layer:
     def __init__(self, spec: TowerSpec, number: int, weights: VisionWeights) -> None:
         prefix = f"{TOWER}encoder.layers.{number}."
         attention = f"{prefix}self_attn."
-        self._norm1 = weights.layer_norm(f"{prefix}layer_norm1", spec.norm_eps)
-        self._norm2 = weights.layer_norm(f"{prefix}layer_norm2", spec.norm_eps)
+        self._head_dim = spec.head_dim
+        self._norm1, self._norm2 = (
+            _tower_norm(spec, f"encoder.layers.{number}.layer_norm{each}", weights)
+            for each in (1, 2)
+        )
         self._qkv = weights.linear(*(f"{attention}{name}_proj" for name in "qkv"))
         self._out = weights.linear(f"{attention}out_proj")
-        self._fc1, self._fc2 = (weights.linear(f"{prefix}mlp.{name}") for name in ("fc1", "fc2"))
-        self._activation = _activation(spec.activation, weights.device)
+        inner = ("gate", "fc1") if spec.is_gated else ("fc1",)
+        self._fc1 = weights.linear(*(f"{prefix}mlp.{name}" for name in inner))
+        self._fc2 = weights.linear(f"{prefix}mlp.fc2")
+        self._activation = _activation(spec.activation, weights.device, spec.is_gated)
 
     def compute_keys(
-        self, residual: torch.Tensor, heads: TileHeads, tiles: slice, rows: slice
+        self,
+        residual: torch.Tensor,
+        heads: TileHeads,
+        tiles: slice,
+        rows: slice,
+        rotation: Rotation | None = None,
     ) -> None:
-        """Give `heads` the queries, keys and values of these rows [tiles, rows, hidden]."""
+        """Give `heads` the queries, keys and values of these rows [tiles, rows, hidden].
+
+        rotation: of all rows of a tile.
+        """
         own = residual[tiles, rows].flatten(0, 1)
-        heads.write(tiles, rows, self._qkv(self._norm1(own)))
+        qkv = self._qkv(self._norm1(own))
+        if rotation is not None:
+            turning = qkv[:, : 2 * own.shape[1]].view(len(own), -1, self._head_dim)
+            turning.copy_(rotate(turning, rotation[rows].repeat(tiles.stop - tiles.start, 1, 1)))
+        heads.write(tiles, rows, qkv)
 
     def mix(self, residual: torch.Tensor, heads: TileHeads, tiles: slice, rows: slice) -> None:
         """Add attention and MLP to these rows; `heads` has all rows of their tiles."""
@@ -123,74 +184,102 @@ class _Layer:
         own.copy_(self._fc2.add_to(own, inner))
 
 
+class _SquareProjection:
+    """Output rows of squares of patches, of which a line of the output has whole ones.
+
+    norm: of the patches.
+    """
+
+    def __init__(self, scale: int, norm: Norm) -> None:
+        self._scale, self._norm = scale, norm
+
+    def rows_per_line(self, grid: TileGrid) -> int:
+        return grid[1] // self._scale
+
+    def squares(self, residual: torch.Tensor, rows: slice, grid: TileGrid) -> torch.Tensor:
+        """Return the normed patches [output rows, scale, scale, hidden] of each output row."""
+        scale, line, size = self._scale, grid[1] // self._scale, residual.shape[-1]
+        lines = slice(rows.start // line, rows.stop // line)
+        patches = residual[:, lines.start * scale * grid[1] : lines.stop * scale * grid[1]]
+        normed = self._norm(patches.reshape(-1, size))
+        cut = normed.view(-1, lines.stop - lines.start, scale, line, scale, size)
+        return cut.permute(0, 1, 3, 2, 4, 5).flatten(0, 2)
+
+
+class _Merge(_SquareProjection):
+    """PatchMerge with its weights."""
+
+    def __init__(self, merge: PatchMerge, weights: VisionWeights) -> None:
+        super().__init__(merge.scale, weights.rms_norm(f"{PROJECTOR}norm", merge.norm_eps))
+        self._product = weights.linear(f"{PROJECTOR}patch_merger.merging_layer")
+
+    def merge(self, residual: torch.Tensor, rows: slice, grid: TileGrid) -> torch.Tensor:
+        """Return the merged patches [output rows, hidden]."""
+        squares = self.squares(residual, rows, grid)
+        return self._product(squares.permute(0, 3, 1, 2).flatten(1))
+
+
 class _MlpProjection:
     """MlpProjector with its weights."""
 
     def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
-        projector = spec.projector
+        projector, hidden = spec.projector, spec.tower.hidden_size
         assert isinstance(projector, MlpProjector)
-        size, out = spec.tower.hidden_size * len(projector.feature_layers), spec.output_size
+        size, out = hidden * len(projector.feature_layers), spec.output_size
         self.flops_per_row = 2 * (size + out) * out
+        self._merge: _Merge | None = None
+        if projector.merge is not None:
+            self._merge = _Merge(projector.merge, weights)
+            self.flops_per_row += 2 * (projector.scale * hidden) ** 2
         self._skipped = int(projector.drops_first_token)
         self._first, self._second = (
             weights.linear(f"{PROJECTOR}{name}") for name in ("linear_1", "linear_2")
         )
         self._activation = _activation(projector.activation, weights.device)
 
-    def rows_per_line(self, side: int) -> int:
-        return 1
+    def rows_per_line(self, grid: TileGrid) -> int:
+        return 1 if self._merge is None else self._merge.rows_per_line(grid)
 
-    def project(self, features: Sequence[torch.Tensor], rows: slice, side: int) -> torch.Tensor:
-        tokens = slice(rows.start + self._skipped, rows.stop + self._skipped)
-        joined = torch.cat([each[:, tokens] for each in features], dim=-1)
-        return self._second(self._activation(self._first(joined.flatten(0, 1))))
-
-
-class _SquareProjection:
-    """Output rows of squares of patches, of which a line of the output has whole ones."""
-
-    def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
-        assert isinstance(spec.projector, ShuffleProjector | PoolProjector)
-        self._scale = spec.projector.scale
-        self._norm = weights.layer_norm(f"{TOWER}post_layernorm", spec.tower.norm_eps)
-
-    def rows_per_line(self, side: int) -> int:
-        return side // self._scale
-
-    def squares(self, residual: torch.Tensor, rows: slice, side: int) -> torch.Tensor:
-        """Return the normed patches [output rows, scale, scale, hidden] of each output row."""
-        scale, line, size = self._scale, side // self._scale, residual.shape[-1]
-        lines = slice(rows.start // line, rows.stop // line)
-        patches = residual[:, lines.start * scale * side : lines.stop * scale * side]
-        normed = self._norm(patches.reshape(-1, size))
-        cut = normed.view(-1, lines.stop - lines.start, scale, line, scale, size)
-        return cut.permute(0, 1, 3, 2, 4, 5).flatten(0, 2)
+    def project(
+        self, features: Sequence[torch.Tensor], rows: slice, grid: TileGrid
+    ) -> torch.Tensor:
+        if self._merge is not None:
+            patches = self._merge.merge(features[0], rows, grid)
+        else:
+            tokens = slice(rows.start + self._skipped, rows.stop + self._skipped)
+            patches = torch.cat([each[:, tokens] for each in features], dim=-1).flatten(0, 1)
+        return self._second(self._activation(self._first(patches)))
 
 
 class _ShuffleProjection(_SquareProjection):
     """ShuffleProjector with its weights."""
 
     def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
-        super().__init__(spec, weights)
-        self.flops_per_row = 2 * self._scale**2 * spec.tower.hidden_size * spec.output_size
+        scale = spec.projector.scale
+        super().__init__(scale, _tower_norm(spec.tower, "post_layernorm", weights))
+        self.flops_per_row = 2 * scale**2 * spec.tower.hidden_size * spec.output_size
         self._product = weights.linear(f"{PROJECTOR}modality_projection.proj")
 
-    def project(self, features: Sequence[torch.Tensor], rows: slice, side: int) -> torch.Tensor:
-        return self._product(self.squares(features[0], rows, side).flatten(1))
+    def project(
+        self, features: Sequence[torch.Tensor], rows: slice, grid: TileGrid
+    ) -> torch.Tensor:
+        return self._product(self.squares(features[0], rows, grid).flatten(1))
 
 
 class _PoolProjection(_SquareProjection):
     """PoolProjector with its weights."""
 
     def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
-        super().__init__(spec, weights)
+        super().__init__(spec.projector.scale, _tower_norm(spec.tower, "post_layernorm", weights))
         size, name = spec.tower.hidden_size, f"{PROJECTOR}mm_soft_emb_norm"
         self.flops_per_row = 2 * size * spec.output_size
         self._pooled_norm = weights.centred_rms_norm(name, spec.tower.norm_eps)
         self._product = weights.transposed_linear(f"{PROJECTOR}mm_input_projection_weight")
 
-    def project(self, features: Sequence[torch.Tensor], rows: slice, side: int) -> torch.Tensor:
-        squares = self.squares(features[0], rows, side)
+    def project(
+        self, features: Sequence[torch.Tensor], rows: slice, grid: TileGrid
+    ) -> torch.Tensor:
+        squares = self.squares(features[0], rows, grid)
         pooled = squares.mean(dim=(1, 2), dtype=torch.float32).to(squares.dtype)
         return self._product(self._pooled_norm(pooled))
 
@@ -219,76 +308,81 @@ class VisionEncoder:
         self.device = device.torch_device
         self.unit_rows = unit_rows(device)
         self._patches = weights.linear(f"{TOWER}embeddings.patch_embedding")
-        self._positions = weights.tensor(f"{TOWER}embeddings.position_embedding.weight")
+        self._positions: torch.Tensor | None = None
+        if tower.rope is None:
+            self._positions = weights.tensor(f"{TOWER}embeddings.position_embedding.weight")
         self._class_token: torch.Tensor | None = None
-        self._first_norm: Norm | None = None
         if tower.has_class_token:
+            assert self._positions is not None
             token = weights.tensor(f"{TOWER}embeddings.class_embedding")
             self._class_token = token + self._positions[0]
-            self._first_norm = weights.layer_norm(f"{TOWER}pre_layrnorm", tower.norm_eps)
+        self._first_norm: Norm | None = None
+        if tower.has_first_norm:
+            self._first_norm = _tower_norm(tower, "pre_layrnorm", weights)
         self.attention = tower_attention(spec, weights.dtype, device)
         self.layers = [_Layer(tower, each, weights) for each in range(spec.num_layers)]
         self.projector = _PROJECTIONS[type(spec.projector)](spec, weights)
 
-    def begin(self, pixels: torch.Tensor, grid: tuple[int, ...] = ()) -> "Encoding":
-        """Return the encoding of an image, of which nothing is computed yet.
+    def begin(self, pixels: Pixels, grid: tuple[int, ...] = ()) -> "Encoding":
+        """Return the encoding of an image, of which nothing is computed or read yet.
 
-        pixels: float32 [tiles, channels, height, width], or without tiles for one; they must stay
-        as they are until the output is complete. grid: not needed by these models.
+        pixels: a tensor of one tile may lack the first dimension. They must stay as they are until
+        the output is complete. grid: not needed by these models.
         Raises ValueError for pixels of a shape that the model does not take.
         """
-        if pixels.dim() == 3:
+        if isinstance(pixels, torch.Tensor) and pixels.dim() == 3:
             pixels = pixels[None]
-        tower = self.spec.tower
-        side = pixels.shape[-1] // tower.patch_size
-        projector = self.spec.projector
-        scale = 1 if isinstance(projector, MlpProjector) else projector.scale
-        if (
-            pixels.dim() != 4
-            or pixels.shape[1] != 3
-            or pixels.shape[2] != pixels.shape[3]
-            or (pixels.shape[3] != tower.image_size and not tower.takes_other_sizes)
-            or not 1 <= len(pixels) <= self.spec.max_tiles
-            or not scale <= side
-            or side % scale
-            or len(pixels) * self.spec.embeds_per_tile(side) > self.max_embeds
-        ):
-            raise ValueError(
-                f"pixels of shape {list(pixels.shape)}: at most {self.spec.max_tiles} tiles of "
-                f"3 x {tower.image_size} x {tower.image_size} are needed"
-            )
-        return Encoding(self, pixels, side)
+        spec, patch, shape = self.spec, self.spec.tower.patch_size, tuple(pixels.shape)
+        if len(shape) == 4 and shape[1] == 3 and spec.is_tile(*shape[2:]):
+            grid_of_tile = shape[2] // patch, shape[3] // patch
+            num_tokens = shape[0] * spec.tower.num_tokens(grid_of_tile)
+            if 1 <= shape[0] <= spec.max_tiles and num_tokens <= spec.most_tokens:
+                return Encoding(self, pixels, grid_of_tile)
+        raise ValueError(
+            f"pixels of shape {list(shape)}: at most {spec.max_tiles} tiles of "
+            f"3 x {spec.tower.image_size} x {spec.tower.image_size} are needed"
+        )
 
-    def write_patches(self, pixels: torch.Tensor, rows: slice, residual: torch.Tensor) -> None:
-        """Write the residual [tiles, rows, hidden] before the first layer, of these rows."""
-        tower, (tiles, num_rows, size) = self.spec.tower, residual.shape
-        patch, side = tower.patch_size, pixels.shape[-1] // tower.patch_size
+    def write_patches(
+        self, pixels: Pixels, tiles: slice, rows: slice, residual: torch.Tensor
+    ) -> None:
+        """Write the residual [tiles, rows, hidden] before the first layer, of these tiles' rows."""
+        tower, (num_tiles, num_rows, size) = self.spec.tower, residual.shape
+        patch = tower.patch_size
+        grid = pixels.shape[-2] // patch, pixels.shape[-1] // patch
+        columns = grid[1]
         skipped = int(tower.has_class_token)
         if skipped and rows.start == 0:
             assert self._class_token is not None
             residual[:, 0] = self._class_token
         # Rows of patches that contain these; a convolution leaves pixels behind the last patch out.
         first, end = max(0, rows.start - skipped), rows.stop - skipped
-        lines = slice(first // side, -(-end // side))
-        area = pixels[:, :, lines.start * patch : lines.stop * patch, : side * patch]
-        cut = area.reshape(tiles, 3, -1, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
-        numbers = cut.reshape(tiles, -1, tower.patch_numbers)
-        numbers = numbers[:, first - lines.start * side : end - lines.start * side]
+        lines = slice(first // columns, -(-end // columns))
+        height, width = slice(lines.start * patch, lines.stop * patch), slice(0, columns * patch)
+        area = pixels[tiles, slice(0, 3), height, width]
+        cut = area.reshape(num_tiles, 3, -1, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
+        numbers = cut.reshape(num_tiles, -1, tower.patch_numbers)
+        numbers = numbers[:, first - lines.start * columns : end - lines.start * columns]
         numbers = numbers.to(self.device, self.dtype)
         products = self._patches(numbers.reshape(-1, tower.patch_numbers))
-        positions = self._positions[self.position_ids(side)[first:end] + skipped]
+        products = products.view(num_tiles, -1, size)
         target = residual[:, num_rows - (end - first) :]
-        torch.add(products.view(tiles, -1, size), positions, out=target)
+        if self._positions is None:
+            target.copy_(products)
+        else:
+            positions = self._positions[self.position_ids(grid)[first:end] + skipped]
+            torch.add(products, positions, out=target)
         if self._first_norm is not None:
             residual.copy_(self._first_norm(residual.reshape(-1, size)).view(residual.shape))
 
-    def position_ids(self, side: int) -> torch.Tensor:
-        """Return the row of the table of positions for each patch of a tile, without class tokens.
+    def position_ids(self, grid: TileGrid) -> torch.Tensor:
+        """Return the row of the table of positions for each patch of a square tile, without class
+        tokens.
 
         Of a tile of another size, those at the same fractions of the sides, as transformers' code
         for Idefics 3 rounds them.
         """
-        own = self.spec.tower.side
+        own, side = self.spec.tower.side, grid[0]
         if not self.spec.tower.takes_other_sizes:
             return torch.arange(side * side, device=self.device)
         boundaries = torch.arange(1 / own, 1.0, 1 / own)
@@ -304,17 +398,18 @@ class Encoding:
     num_embeds: rows of its output.
     """
 
-    def __init__(self, encoder: VisionEncoder, pixels: torch.Tensor, side: int) -> None:
+    def __init__(self, encoder: VisionEncoder, pixels: Pixels, grid: TileGrid) -> None:
         spec, tower = encoder.spec, encoder.spec.tower
         self._encoder = encoder
-        self._side = side
-        self._num_tiles, self._num_tokens = len(pixels), tower.num_tokens(side)
-        self._embeds_per_tile = spec.embeds_per_tile(side)
+        self._grid = grid
+        self._num_tiles, self._num_tokens = pixels.shape[0], tower.num_tokens(grid)
+        self._embeds_per_tile = spec.embeds_per_tile(grid)
         self.num_embeds = self._num_tiles * self._embeds_per_tile
         size = tower.hidden_size
         self._patch_flops = 2 * tower.patch_numbers * size
         self._key_flops = 6 * size * size
-        self._mixing_flops = 2 * size * (size + 2 * tower.intermediate_size + 2 * self._num_tokens)
+        of_mlp = (3 if tower.is_gated else 2) * tower.intermediate_size
+        self._mixing_flops = 2 * size * (size + of_mlp + 2 * self._num_tokens)
         of_token = self._patch_flops + spec.num_layers * (self._key_flops + self._mixing_flops)
         of_outputs = self.num_embeds * encoder.projector.flops_per_row
         self._total = self._num_tiles * self._num_tokens * of_token + of_outputs
@@ -337,7 +432,7 @@ class Encoding:
         assert self._done == self._total, "the image is not encoded yet"
         return self._output
 
-    def _compute(self, pixels: torch.Tensor) -> Generator[int, None, None]:
+    def _compute(self, pixels: Pixels) -> Generator[int, None, None]:
         """Compute the units in their order; yield the FLOPs of each, about."""
         encoder, spec = self._encoder, self._encoder.spec
         size, dtype, device = spec.tower.hidden_size, encoder.dtype, encoder.device
@@ -349,14 +444,17 @@ class Encoding:
         self._output = output.flatten(0, 1)
         blocks = list(self._blocks(self._num_tokens, 1))
         for tiles, rows in blocks:
-            encoder.write_patches(pixels[tiles], rows, residual[tiles, rows])
+            encoder.write_patches(pixels, tiles, rows, residual[tiles, rows])
             yield self._patch_flops * _num_rows(tiles, rows)
         features: dict[int, torch.Tensor] = {}
+        rotation = tower_rotation(spec.tower, self._grid)
+        if rotation is not None:
+            rotation = rotation.to(device)
         for number, layer in enumerate(encoder.layers):
             if number in spec.feature_layers:
                 features[number] = residual.clone()
             for tiles, rows in blocks:
-                layer.compute_keys(residual, heads, tiles, rows)
+                layer.compute_keys(residual, heads, tiles, rows, rotation)
                 yield self._key_flops * _num_rows(tiles, rows)
             for tiles, rows in blocks:
                 layer.mix(residual, heads, tiles, rows)
@@ -364,8 +462,8 @@ class Encoding:
         features[spec.num_layers] = residual
         projector = encoder.projector
         read = [features[number] for number in spec.feature_layers]
-        for tiles, rows in self._blocks(self._embeds_per_tile, projector.rows_per_line(self._side)):
-            projected = projector.project([each[tiles] for each in read], rows, self._side)
+        for tiles, rows in self._blocks(self._embeds_per_tile, projector.rows_per_line(self._grid)):
+            projected = projector.project([each[tiles] for each in read], rows, self._grid)
             own = output[tiles, rows]
             own.copy_(projected.view(own.shape))
             yield projector.flops_per_row * _num_rows(tiles, rows)

@@ -1,6 +1,6 @@
 """The arithmetic of a vision part: a tower over the patches of tiles, and a projector behind it.
 
-    pixels   [tiles, channels, size, size]
+    pixels   [tiles, channels, height, width]
     tower    patches + positions, then layers in which the patches of a tile see each other
              (Dosovitskiy et al., 2020; CLIP: Radford et al., 2021; SigLIP: Zhai et al., 2023)
     output   [tiles * embeds of a tile, hidden size of the language model]
@@ -10,8 +10,8 @@ make a VisionSpec of a configuration; encoder.py computes it. Without torch: `de
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from proto.messages.prepared_model import VISION_PREFIX
@@ -35,20 +35,45 @@ ACTIVATIONS: Final[dict[str, VisionActivation]] = {
     "swish": "silu",
 }
 """Activations by their names in configurations. quick_gelu: x * sigmoid(1.702 x)."""
+TileGrid = tuple[int, int]
+"""Rows and columns of the patches of a tile."""
 _CHANNELS: Final = 3
 _LARGEST_SIDE: Final = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
-class TowerSpec:
-    """A vision transformer with norms before attention and MLP, which have biases.
+class TowerRope:
+    """Rotary positions by the row and the column of a patch (Pixtral: Agrawal et al., 2024).
 
-    image_size: pixels of a side of the tiles that the table of positions is for. Those behind the
-        last whole patch are not read.
-    has_class_token: CLIP: a token before the patches, a norm behind the positions, and no bias of
-        the patches.
+    The first half of a head's pairs of numbers turns with the row, the second with the column.
+
+    theta: base of the frequencies.
+    alternates: whether rows and columns have the frequencies of a head in turn, beginning with the
+        rows; else both have those that rows have then.
+    interleaved_in: kinds of files in which the numbers of a pair are adjacent, as
+        `HeadRows.rope_interleaved_in`.
+    """
+
+    theta: float
+    alternates: bool = False
+    interleaved_in: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerSpec:
+    """A vision transformer with norms before attention and MLP.
+
+    image_size: pixels of a side of the tiles that the table of positions is for, without a table
+        of the largest square tile. Those behind the last whole patch are not read.
+    has_class_token: CLIP: a token before the patches.
+    has_first_norm: a norm behind the positions.
+    has_patch_bias, has_biases: biases of the patches; of attention and MLP.
+    has_rms_norms: RMSNorm instead of LayerNorm.
+    is_gated: whether the MLP has a gate, to which the activation is applied.
     takes_other_sizes: tiles may be smaller or larger; a patch has the position that is at the same
         fraction of the side (Dehghani et al., Patch n' Pack, 2023).
+    rope: in place of a table of positions. Tiles then have any sides, and together at most the
+        patches of the largest.
     """
 
     image_size: int
@@ -60,49 +85,81 @@ class TowerSpec:
     norm_eps: float
     activation: VisionActivation
     has_class_token: bool = False
+    has_first_norm: bool = False
+    has_patch_bias: bool = True
+    has_biases: bool = True
+    has_rms_norms: bool = False
+    is_gated: bool = False
     takes_other_sizes: bool = False
+    rope: TowerRope | None = None
 
     @property
     def side(self) -> int:
-        """Patches of a side of a tile."""
+        """Patches of a side of a tile of `image_size`."""
         return self.image_size // self.patch_size
+
+    @property
+    def grid(self) -> TileGrid:
+        """The patches of a tile of `image_size`."""
+        return self.side, self.side
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
 
     @property
     def patch_numbers(self) -> int:
         """Numbers of the pixels of a patch."""
         return _CHANNELS * self.patch_size**2
 
-    def num_tokens(self, side: int) -> int:
-        """Return the tokens of a tile of this many patches a side."""
-        return side * side + self.has_class_token
+    def num_tokens(self, grid: TileGrid) -> int:
+        """Return the tokens of a tile of these patches."""
+        return grid[0] * grid[1] + self.has_class_token
 
     def weights(self, num_layers: int, has_last_norm: bool) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights of the lowest layers by name, without TOWER."""
         size, inner = self.hidden_size, self.intermediate_size
         patch = (size, _CHANNELS, self.patch_size, self.patch_size)
         found: dict[str, tuple[int, ...]] = {"embeddings.patch_embedding.weight": patch}
-        positions = self.num_tokens(self.side)
-        found["embeddings.position_embedding.weight"] = (positions, size)
+        if self.has_patch_bias:
+            found["embeddings.patch_embedding.bias"] = (size,)
+        if self.rope is None:
+            positions = self.num_tokens(self.grid)
+            found["embeddings.position_embedding.weight"] = (positions, size)
         if self.has_class_token:
             found["embeddings.class_embedding"] = (size,)
-            found |= _with_bias("pre_layrnorm", (size,))
-        else:
-            found["embeddings.patch_embedding.bias"] = (size,)
+        if self.has_first_norm:
+            found |= self._norm("pre_layrnorm")
         for layer in range(num_layers):
             prefix = f"encoder.layers.{layer}."
             for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                found |= _with_bias(f"{prefix}self_attn.{name}", (size, size))
-            found |= _with_bias(f"{prefix}layer_norm1", (size,))
-            found |= _with_bias(f"{prefix}layer_norm2", (size,))
-            found |= _with_bias(f"{prefix}mlp.fc1", (inner, size))
-            found |= _with_bias(f"{prefix}mlp.fc2", (size, inner))
+                found |= with_bias(f"{prefix}self_attn.{name}", (size, size), self.has_biases)
+            found |= self._norm(f"{prefix}layer_norm1") | self._norm(f"{prefix}layer_norm2")
+            for name in ("gate", "fc1") if self.is_gated else ("fc1",):
+                found |= with_bias(f"{prefix}mlp.{name}", (inner, size), self.has_biases)
+            found |= with_bias(f"{prefix}mlp.fc2", (size, inner), self.has_biases)
         if has_last_norm:
-            found |= _with_bias("post_layernorm", (size,))
+            found |= self._norm("post_layernorm")
         return found
 
+    def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
+        return with_bias(name, (self.hidden_size,), not self.has_rms_norms)
 
-def _with_bias(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
+def with_bias(
+    name: str, shape: tuple[int, ...], has_bias: bool = True
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a weight and of the bias that it may have."""
+    weight = {f"{name}.weight": shape}
+    return weight | {f"{name}.bias": shape[:1]} if has_bias else weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchMerge:
+    """An RMSNorm, then a product that makes a square of scale x scale patches one (Mistral 3)."""
+
+    scale: int
+    norm_eps: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +168,19 @@ class MlpProjector:
 
     feature_layers: layers below each of the residuals that it reads side by side.
     drops_first_token: whether the first token of a tile, CLIP's class token, is left out.
+    merge: what makes fewer patches of those of the tower, which has no class token then.
     """
 
     feature_layers: tuple[int, ...]
     drops_first_token: bool
     activation: VisionActivation
     bias: bool
+    merge: PatchMerge | None = None
+
+    @property
+    def scale(self) -> int:
+        """Patches of a side of the square that becomes a row of output."""
+        return 1 if self.merge is None else self.merge.scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,21 +233,32 @@ class VisionSpec:
         """Whether the projector reads the norm of the residual."""
         return not isinstance(self.projector, MlpProjector)
 
-    def embeds_per_tile(self, side: int) -> int:
-        """Return the rows of output of a tile of this many patches a side."""
+    def embeds_per_tile(self, grid: TileGrid) -> int:
+        """Return the rows of output of a tile of these patches."""
+        scale, num_extra = self.projector.scale, 0
         if isinstance(self.projector, MlpProjector):
-            return self.tower.num_tokens(side) - self.projector.drops_first_token
-        return (side // self.projector.scale) ** 2
+            num_extra = self.tower.has_class_token - self.projector.drops_first_token
+        return (grid[0] // scale) * (grid[1] // scale) + num_extra
+
+    def is_tile(self, height: int, width: int) -> bool:
+        """Return whether a tile may have these sides, in pixels."""
+        tower, scale = self.tower, self.projector.scale
+        rows, columns = height // tower.patch_size, width // tower.patch_size
+        if tower.rope is None and not (
+            height == width and (width == tower.image_size or tower.takes_other_sizes)
+        ):
+            return False
+        return min(rows, columns) >= scale and not rows % scale and not columns % scale
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the tower for the largest image."""
-        return self.max_tiles * self.tower.num_tokens(self.tower.side)
+        return self.max_tiles * self.tower.num_tokens(self.tower.grid)
 
     @property
     def max_embeds(self) -> int:
         """Most rows of output of an image."""
-        return self.max_tiles * self.embeds_per_tile(self.tower.side)
+        return self.max_tiles * self.embeds_per_tile(self.tower.grid)
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every weight that is read, by its name in a prepared folder."""
@@ -192,11 +267,13 @@ class VisionSpec:
         found = tower.weights(self.num_layers, self.has_last_norm)
         projector: dict[str, tuple[int, ...]]
         match self.projector:
-            case MlpProjector(feature_layers=layers, bias=bias):
-                first, second = (out, size * len(layers)), (out, out)
-                projector = _with_bias("linear_1", first) | _with_bias("linear_2", second)
-                if not bias:
-                    projector = {name: each for name, each in projector.items() if len(each) > 1}
+            case MlpProjector(feature_layers=layers, bias=bias, merge=merge):
+                projector = with_bias("linear_1", (out, size * len(layers)), bias)
+                projector |= with_bias("linear_2", (out, out), bias)
+                if merge is not None:
+                    projector["norm.weight"] = (size,)
+                    merged = "patch_merger.merging_layer.weight"
+                    projector[merged] = (size, size * merge.scale**2)
             case ShuffleProjector(scale=scale):
                 projector = {"modality_projection.proj.weight": (out, size * scale**2)}
             case PoolProjector():
@@ -227,16 +304,19 @@ class VisionSpec:
     def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
         """Return the bytes that encoding the largest image keeps between slices, but its output.
 
-        Residuals that the projector reads, and what attention keeps of all tokens.
-        attention_numbers: of each token.
+        Residuals that the projector reads, what attention keeps of all tokens, and cosines and
+        sines of rotary positions. attention_numbers: of each token.
         """
-        numbers = len({*self.feature_layers}) * self.tower.hidden_size + attention_numbers
-        return itemsize * self.most_tokens * numbers
+        tower = self.tower
+        numbers = len({*self.feature_layers}) * tower.hidden_size + attention_numbers
+        of_rotation = 0 if tower.rope is None else 4 * tower.head_dim
+        return (itemsize * numbers + of_rotation) * self.most_tokens
 
     def unit_bytes(self, itemsize: int, num_rows: int) -> int:
         """Return the bytes of the results of the products of this many tokens, at most."""
         tower, rows = self.tower, min(num_rows, self.most_tokens)
-        widest = 2 * max(tower.intermediate_size, tower.patch_numbers) + 4 * tower.hidden_size
+        of_mlp = (3 if tower.is_gated else 2) * tower.intermediate_size
+        widest = max(of_mlp, 2 * tower.patch_numbers) + 4 * tower.hidden_size
         return itemsize * rows * widest
 
     @property
@@ -285,7 +365,7 @@ class VisionConfig:
 def read_tower(
     config: ConfigReader, *, has_class_token: bool = False, takes_other_sizes: bool = False
 ) -> TowerSpec:
-    """Return the tower of a configuration.
+    """Return the tower of CLIP, which has a class token, or of SigLIP by its configuration.
 
     Raises ModelError for sizes that do not fit each other and for an unknown activation.
     """
@@ -307,6 +387,8 @@ def read_tower(
         norm_eps=config.number("layer_norm_eps", 1e-6),
         activation=read_activation(config, "hidden_act"),
         has_class_token=has_class_token,
+        has_first_norm=has_class_token,
+        has_patch_bias=not has_class_token,
         takes_other_sizes=takes_other_sizes,
     )
 
@@ -340,29 +422,34 @@ class GgufSettings:
     """What a GGUF file of a vision part means in a Hugging Face folder.
 
     projector: settings beside the tower. images, processor: of preprocessor_config.json and
-    processor_config.json.
+    processor_config.json. tower: further keys of vision_config.
     """
 
     projector: Mapping[str, Any]
     images: Mapping[str, Any]
     processor: Mapping[str, Any]
+    tower: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionGguf:
-    """The GGUF files of a family of vision parts, beside those of its language model.
+    """A kind of GGUF files of a family of vision parts, beside those of its language model.
 
     projector: value of clip.projector_type. architecture: of the whole model.
-    text: architecture of the language model's file. image_token: its token for a row of the output.
+    texts: architectures of the language model's file. image_token: its token for a row of the
+        output.
     settings: makes GgufSettings of the keys behind `clip.vision.`, the patches of a tile's side,
         and the patches of a side that become one row.
+    is_marked: recognises the names of the tensors of this kind among those of others with the same
+        projector; None if there are no others.
     """
 
     projector: str
     architecture: str
-    text: str
+    texts: tuple[str, ...]
     image_token: str
     settings: Callable[[Mapping[str, Any], int, int], GgufSettings]
+    is_marked: Callable[[Collection[str]], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,12 +459,15 @@ class VisionFamily:
     models: architectures of config.json, and the models that have them, for people.
     tower_types: values of `model_type` in vision_config; empty for any. Others load as text.
     settings: keys of config.json beside the tower that the arithmetic reads.
+    tensor_names: beginnings of names of a tower's tensors in a folder, as regular expressions, and
+        what they become where a family does not have the names of CLIP.
     spec: returns the arithmetic; raises ModelError naming what is not supported.
-    gguf: its GGUF files; None if they are not supported.
+    gguf: the kinds of its GGUF files that are supported.
     """
 
     models: Mapping[str, str]
     settings: tuple[str, ...]
     spec: Callable[[VisionConfig], VisionSpec]
     tower_types: tuple[str, ...] = ()
-    gguf: VisionGguf | None = None
+    tensor_names: Mapping[str, str] = field(default_factory=dict)
+    gguf: tuple[VisionGguf, ...] = ()
