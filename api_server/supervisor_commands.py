@@ -28,6 +28,7 @@ from proto.messages.lifecycle import (
     Drain,
     DrainProgress,
     DropEngine,
+    ForgetImages,
     HealthStatus,
     NewEngine,
     NextEngine,
@@ -253,6 +254,9 @@ def _run_command(command: Any, engine_switch: EngineSwitch) -> None:
                 app_state.sampler.start()
             else:
                 app_state.sampler.stop()
+    elif isinstance(command, ForgetImages):
+        if app_state.images is not None:
+            app_state.images.reader.forget_unused()
     elif isinstance(command, Restarted):
         app_state.metrics.count_restart(command.role, command.hung)
         app_state.live_view.publish_restart(command.role, hung=command.hung)

@@ -171,7 +171,6 @@ EMBEDS_ON_RANKS: Final = "worker/test_prompt_embeds.py::test_ranks_give_what_one
 COPIES: Final = (
     "worker/kv_connector/test_offload_worker.py::test_stored_blocks_are_loaded_bit_by_bit"
 )
-STATES: Final = "worker/models/test_states.py::test_what_states_do_not_go_with_is_refused_by_name"
 ON_TRANSFORMERS: Final = (
     "worker/models/test_transformers_model.py"
     "::test_settings_that_an_unknown_architecture_cannot_have"
@@ -829,11 +828,14 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ("states", "cpu", Works("worker/models/test_families.py::test_a_folder")),
     (
         "states",
-        "cuda cascade",
-        Refused(
-            "Qwen3NextForCausalLM has layers with a recurrent state, which runs on a CPU only so "
-            "far: --device cpu is needed",
-            STATES,
+        "cuda",
+        Works("worker/test_cuda_states.py::test_tokens_are_those_of_the_reference"),
+    ),
+    (
+        "states",
+        "cascade",
+        Works(
+            "worker/test_cuda_states.py::test_attention_of_hybrid_models_reads_a_shared_prefix_once"
         ),
     ),
     (

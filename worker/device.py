@@ -28,7 +28,8 @@ from proto.settings.config import (
 )
 from proto.settings.kv_media_checks import require_copies_of_states
 from worker.attention.backend import AttentionShape
-from worker.attention.kv_cache import resolve_kv_dtype
+from worker.attention.kv_cache import StateShape, resolve_kv_dtype
+from worker.attention.state_cache import StateCache
 from worker.batch.transfers import Transfers
 from worker.kv_connector.offload.base import BlockDevice
 from worker.layers.layer_progress import LayerProgress
@@ -171,16 +172,20 @@ class Device(LayerDevice, BlockDevice):
         """Return the size of a KV pool without a setting. left: bytes beside weights and steps."""
 
     @abstractmethod
-    def kv_cache_bytes(self, config: CacheConfig, planned: int, peak: int) -> int:
+    def kv_cache_bytes(self, config: CacheConfig, planned: int, peak: int, states: int = 0) -> int:
         """Return the bytes of this worker's KV pool, once the weights are loaded.
 
-        planned: by the sizes of the files. peak: bytes of the largest step. Raises ConfigError if
-        they are not free.
+        planned: by the sizes of the files. peak: bytes of the largest step. states: bytes of the
+        slots for recurrent states. Raises ConfigError if they are not free.
         """
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return memory of zeros for KV, states or experts of all tokens."""
+
+    def state_cache(self, shape: StateShape, num_slots: int, block_size: int) -> StateCache:
+        """Return the states of recurrent layers, with the plans of steps that the layers read."""
+        return StateCache(shape, num_slots, block_size, self.zeros)
 
     # ---- Weights ----
 

@@ -72,7 +72,9 @@ class RunnerBuilder:
                 token_bytes += TOKEN_BYTES
         self.kv_cache_bytes = 0
         if token_bytes:
-            pool_bytes = self._device.kv_cache_bytes(config.cache, tokens * token_bytes, peak)
+            pool_bytes = self._device.kv_cache_bytes(
+                config.cache, tokens * token_bytes, peak, loaded.plan.states_bytes
+            )
             self.kv_cache_bytes = pool_bytes * kv_bytes // token_bytes
 
     def build_model_runner(self, message: InitializeCache) -> tuple[Runner, StepConnector]:
@@ -157,8 +159,7 @@ class RunnerBuilder:
         shape = self._loaded.layout.states
         if shape is None:
             return None
-        zeros = self._device.zeros
-        states = StateCache(shape, message.num_state_slots, message.block_size, zeros)
+        states = self._device.state_cache(shape, message.num_state_slots, message.block_size)
         if self._config.cache.kv_cache_populate:
             states.populate()
         return states
@@ -219,11 +220,13 @@ class RunnerBuilder:
         num_tokens = min(self.step_tokens, num_seqs * longest)
         block_size = self._config.cache.block_size
         batch = self._create_batch(longest, block_size)
+        states = loaded.layout.states
         parts = RunnerParts(
             config=self._config.device,
             model=loaded.model,
             dtype=loaded.dtype,
             kv_cache=self._create_step_cache(1, block_size),
+            states=(None if states is None else self._device.state_cache(states, 2, block_size)),
             batch=batch,
             pooling_head=loaded.pooling_head,
         )

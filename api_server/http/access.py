@@ -90,7 +90,8 @@ OPERATORS: Final = Access(
     "operators",
     (
         *("/admin/drain", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
-        *("/abort_requests", "/start_profile", "/stop_profile", "/server_info"),
+        *("/reset_encoder_cache", "/abort_requests", "/start_profile", "/stop_profile"),
+        "/server_info",
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters"),
     ),
     "operator",

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from api_server.media.placeholders import GRIDS, TILED
+from api_server.media.placeholders import GRIDS, TILED, pixels_per_row
 from api_server.media.settings import inner, processor_settings, read_settings
 from proto.errors import ModelError, shown
 
@@ -30,6 +30,7 @@ _FOLDERS: Final = {
     "Gemma3ImageProcessor": "gemma3",
     "Idefics3ImageProcessor": "idefics3",
     "LlavaImageProcessor": "llava",
+    "PixtralImageProcessor": "pixtral",
     "Qwen2VLImageProcessor": "qwen2_vl",
     "SiglipImageProcessor": "siglip",
     "SmolVLMImageProcessor": "smolvlm",
@@ -40,8 +41,14 @@ _DEFAULTS: Final = {
     "SmolVLMForConditionalGeneration": "SmolVLMImageProcessor",
     "Gemma3ForConditionalGeneration": "Gemma3ImageProcessor",
     **dict.fromkeys(GRIDS, "Qwen2VLImageProcessor"),
+    "Mistral3ForConditionalGeneration": "PixtralImageProcessor",
 }
 """Processor of an architecture whose settings name none."""
+_OF_TOWERS: Final = {
+    "pixtral": "PixtralImageProcessor",
+    "siglip_vision_model": "SiglipImageProcessor",
+}
+"""The same for LLaVA's architecture, by the model type of its tower; of others CLIP's."""
 
 
 class ImageError(Exception):
@@ -141,19 +148,23 @@ class ImageProcessor:
     architecture: of the model with its vision part. settings: of its preprocessor_config.json.
     """
 
-    def __init__(self, architecture: str, settings: Mapping[str, Any], tower: str = "") -> None:
-        """Raises ModelError for a processor that is not known. tower: model type of the tower."""
+    def __init__(
+        self, architecture: str, settings: Mapping[str, Any], config: dict[str, Any]
+    ) -> None:
+        """Raises ModelError for a processor that is not known. config: of the prepared folder."""
         self._is_tiled = architecture in TILED
         self._is_grid = architecture in GRIDS
         self._is_gemma = architecture.startswith("Gemma3")
         named = settings.get("image_processor_type") or settings.get("feature_extractor_type")
         if named is None:
-            llava = "SiglipImageProcessor" if "siglip" in tower else "CLIPImageProcessor"
-            named = _DEFAULTS.get(architecture, llava)
+            tower = str(inner(config, "vision_config").get("model_type"))
+            named = _DEFAULTS.get(architecture, _OF_TOWERS.get(tower, "CLIPImageProcessor"))
         name = str(named).replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast")
         folder = _FOLDERS.get(name)
         if folder is None:
             raise ModelError(f"preprocessor_config.json: {shown(named)} is not supported")
+        if folder == "pixtral":  # as transformers' processor of images and text
+            settings = {**settings, "patch_size": pixels_per_row(config)}
         module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
         cls = getattr(module, name + "Pil")
         known = cls.valid_kwargs.__annotations__
@@ -165,9 +176,7 @@ class ImageProcessor:
     @classmethod
     def load(cls, folder: str, architecture: str) -> "ImageProcessor":
         """Return the processor of a prepared folder; raises ModelError."""
-        config = read_settings(folder, "config.json")
-        tower = str(inner(config, "vision_config").get("model_type"))
-        return cls(architecture, processor_settings(folder), tower)
+        return cls(architecture, processor_settings(folder), read_settings(folder, "config.json"))
 
     def process(
         self, image: PillowImage, detail: str

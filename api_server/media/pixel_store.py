@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from proto.errors import ModelError
+from proto.errors import ModelError, OverloadedError
 from proto.messages.multimodal import SharedPixels
 
 logger = logging.getLogger("tokend.api")
@@ -42,7 +42,8 @@ class UuidKey(NamedTuple):
 class StoredImage:
     """An image whose pixels are in a file.
 
-    Fields as in `LoadedImage`. num_leases: of requests that have not ended.
+    Fields as in `LoadedImage`. num_leases: of requests that have not ended. uri_digest: of the data
+    URI that had it last; empty for none.
     """
 
     mm_hash: bytes
@@ -52,6 +53,7 @@ class StoredImage:
     expansion: str
     num_bytes: int
     num_leases: int = 0
+    uri_digest: bytes = b""
     uuids: OrderedDict[UuidKey, None] = field(default_factory=OrderedDict)
 
 
@@ -83,6 +85,7 @@ class PixelStore:
         self._max_bytes = max_bytes
         self._images: OrderedDict[bytes, StoredImage] = OrderedDict()  # least recently used first
         self._by_uuid: dict[UuidKey, StoredImage] = {}
+        self._by_uri: dict[bytes, StoredImage] = {}
         self._num_bytes = 0
         self._reserved_bytes = 0
         self._is_closed = False
@@ -143,6 +146,18 @@ class PixelStore:
         image = self._by_uuid.get(key)
         return None if image is None else self.find_image(image.mm_hash)
 
+    def find_uri(self, uri_digest: bytes) -> StoredImage | None:
+        """Return the image of a data URI with this digest."""
+        image = self._by_uri.get(uri_digest)
+        return None if image is None else self.find_image(image.mm_hash)
+
+    def name_uri(self, uri_digest: bytes, image: StoredImage) -> None:
+        """Have `find_uri` find the image, if it is kept, by the last data URI that had it."""
+        if self._images.get(image.mm_hash) is image:
+            self._by_uri.pop(image.uri_digest, None)
+            self._by_uri[uri_digest] = image
+            image.uri_digest = uri_digest
+
     def name_image(self, key: UuidKey, image: StoredImage) -> None:
         """Have `find_uuid` find the image from now on."""
         if (before := self._by_uuid.get(key)) is not None:
@@ -153,8 +168,13 @@ class PixelStore:
             del self._by_uuid[image.uuids.popitem(last=False)[0]]
 
     def add_image(self, image: StoredImage) -> bool:
-        """Take over an image and its file, and evict others for it; False if there is no space."""
+        """Take over an image and its file, and evict others for it; False if there is no space.
+
+        Raises OverloadedError after `close`, since no request may lease it.
+        """
         assert image.mm_hash not in self._images, "the image is stored already"
+        if self._is_closed:
+            raise OverloadedError("images are no longer read for this model")
         if not self._has_space(image.num_bytes):
             return False
         self._images[image.mm_hash] = image
@@ -207,6 +227,7 @@ class PixelStore:
             return
         for image in [image for image in self._images.values() if not image.num_leases]:
             del self._images[image.mm_hash]
+            self._by_uri.pop(image.uri_digest, None)
             for key in image.uuids:
                 del self._by_uuid[key]
             self._num_bytes -= image.num_bytes

@@ -2,7 +2,8 @@
 
     template     … user: <image> What is this?
     expansion    … user: <image><image><image><image> What is this?     LLaVA: a token for each row
-    of encoder output; the tiled models add markers for tiles, Gemma 3 for the ends of the image
+    of encoder output; the tiled models add markers for tiles, Gemma 3 for the ends of the image,
+    Pixtral for the ends of its lines
 
 A chat template writes a placeholder for each image, which the expansion replaces before the text is
 tokenised. How many image tokens it has follows from the shape of the pixels and from the model's
@@ -132,6 +133,25 @@ class FramedPlaceholders(Placeholders):
         return self._expansion
 
 
+class LinePlaceholders(Placeholders):
+    """Pixtral and Mistral 3: lines of image tokens, each with a marker behind it.
+
+    pixels_per_row: side of the square of pixels that becomes one row of output. line_end, end:
+    markers of lines, and of the last one.
+    """
+
+    def __init__(self, image_token: str, pixels_per_row: int, line_end: str, end: str) -> None:
+        super().__init__(image_token, image_token)
+        self._pixels_per_row = pixels_per_row
+        self._line_end, self._end = line_end, end
+
+    def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
+        _, _, height, width = shape
+        lines, columns = height // self._pixels_per_row, width // self._pixels_per_row
+        text = self._line_end.join([self.image_token * columns] * lines) + self._end
+        return Expansion(text, lines * columns)
+
+
 def read_placeholders(model: PreparedModel, token_text: Callable[[int], str]) -> Placeholders:
     """Return how images stand in the prompts of a model that has a vision part.
 
@@ -141,11 +161,17 @@ def read_placeholders(model: PreparedModel, token_text: Callable[[int], str]) ->
     assert model.vision is not None
     architecture = model.vision.architecture
     image_token = token_text(model.vision.image_token_id)
-    config = read_settings(model.folder, "config.json")
-    config = {**config, **inner(config, "vision_projector")}
+    prepared = read_settings(model.folder, "config.json")
+    config = {**prepared, **inner(prepared, "vision_projector")}
     names = read_settings(model.folder, "tokenizer_config.json")
     names = {**inner(names, "extra_special_tokens"), **names}
     vision = inner(config, "vision_config")
+    is_pixtral = vision.get("model_type") == "pixtral"
+    if architecture.startswith("Mistral3") or (is_pixtral and architecture.startswith("Llava")):
+        names |= read_settings(model.folder, "processor_config.json")
+        line_end = _text(names, "image_break_token", "[IMG_BREAK]")
+        end = _text(names, "image_end_token", "[IMG_END]")
+        return LinePlaceholders(image_token, pixels_per_row(prepared), line_end, end)
     if architecture == "LlavaForConditionalGeneration":
         has_class_token = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
         drops_first = config.get("vision_feature_select_strategy", "default") == "default"
@@ -169,6 +195,16 @@ def read_placeholders(model: PreparedModel, token_text: Callable[[int], str]) ->
         num_embeds = _positive(config, "mm_tokens_per_image", 256)
         return FramedPlaceholders(begin, image_token, end, num_embeds)
     raise ModelError(f"images of {architecture} have no known placeholder")
+
+
+def pixels_per_row(config: dict[str, Any]) -> int:
+    """Return the side of the square of pixels that becomes one row of output of Pixtral's tower.
+
+    config: of the prepared folder. Raises ModelError for sizes out of bounds.
+    """
+    outside = {**config, **inner(config, "vision_projector")}
+    merged = _positive(outside, "spatial_merge_size", 1)
+    return merged * _positive(inner(config, "vision_config"), "patch_size", 16)
 
 
 def _positive(settings: Mapping[str, Any], key: str, default: int) -> int:

@@ -5,20 +5,15 @@ first one, or when the front end of a model that reads images starts, and again 
 """
 
 import asyncio
-import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 from typing import Final
 
 from api_server.media.media_process import MAX_FRAME, MODULE, ImageDone, ImageTask
+from api_server.task_process import EXIT_SECONDS, TaskProcess
 from proto.codec import MessageDecoder, encode
 from proto.errors import InternalRequestError, InvalidRequestError, OverloadedError
 
-_ENVIRONMENT: Final = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
-"""Variables that the process gets, beside those of Python; keys of the daemon are in others."""
 START_SECONDS: Final = 60.0
 """Time limit of a start, which imports Pillow and transformers; a second on an idle machine."""
 _DECODER: Final[MessageDecoder[ImageDone]] = MessageDecoder(ImageDone)
@@ -46,17 +41,10 @@ class MediaProcess:
         max_bytes: int,
         seconds: float,
     ) -> None:
-        self._arguments = (
-            pixels_folder,
-            str(max_pixels),
-            str(max_bytes),
-            model_folder,
-            architecture,
-        )
+        arguments = (pixels_folder, str(max_pixels), str(max_bytes), model_folder, architecture)
+        self._child = TaskProcess(MODULE, MAX_FRAME, arguments)
         self._seconds = seconds
-        self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._opened = contextlib.ExitStack()
         self._busy = asyncio.Lock()  # while an image is processed
         self._is_closed = False
 
@@ -64,7 +52,7 @@ class MediaProcess:
         """Start the process, if none runs, without waiting for it; not after `close`."""
         if self._is_closed:
             return
-        if self._starting is None or (self._starting.done() and self._has_ended()):
+        if self._starting is None or (self._starting.done() and self._child.has_ended):
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(_retrieve_error)
 
@@ -88,13 +76,9 @@ class MediaProcess:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait({self._starting})
-        if self._process is not None:
-            self._process.kill()  # the wait for its answer ends, too
+        self._child.kill()
         async with self._busy:
-            await self._end()
-
-    def _has_ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+            await self._child.end(EXIT_SECONDS)
 
     async def _wait_until_started(self) -> None:
         self.warm_up()
@@ -113,29 +97,16 @@ class MediaProcess:
         Raises OSError, EOFError or TimeoutError if it does not become ready, InternalRequestError
         for settings of the model that it cannot use.
         """
-        await self._end()
-        with contextlib.ExitStack() as opened:
-            self._file = os.memfd_create("tokend-image")
-            opened.callback(os.close, self._file)
-            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._channel = opened.enter_context(pair[0])
-            self._channel.setblocking(False)
-            with pair[1] as theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", MODULE, str(self._file), *self._arguments],
-                    stdin=theirs.fileno(),
-                    pass_fds=[self._file],
-                    env=_environment(),
-                )
-            self._opened = opened.pop_all()
+        await self._child.end(EXIT_SECONDS)
+        self._child.start()
         try:
             async with asyncio.timeout(START_SECONDS):
-                done = await self._receive()
+                done = _DECODER.decode(await self._child.receive())
         except BaseException:
-            await self._end()
+            await self._child.end(EXIT_SECONDS)
             raise
         if done.error:
-            await self._end()
+            await self._child.end(EXIT_SECONDS)
             raise InternalRequestError(f"images cannot be processed: {done.error}")
 
     async def _do_task(self, encoded: bytes, name: str, detail: str) -> ImageDone:
@@ -143,10 +114,8 @@ class MediaProcess:
         task = ImageTask(len(encoded), name, detail, self._seconds + 1.0)
         try:
             async with asyncio.timeout(self._seconds):
-                await asyncio.to_thread(self._write, encoded)
-                loop = asyncio.get_running_loop()
-                await loop.sock_sendall(self._channel, encode(task))
-                done = await self._receive()
+                await self._child.write_file(encoded)
+                done = _DECODER.decode(await self._child.do_task(encode(task)))
         except TimeoutError:
             await self._replace()
             raise InvalidRequestError(
@@ -162,64 +131,20 @@ class MediaProcess:
                 raise InvalidRequestError("processing the image takes too long") from None
             raise OverloadedError("the process for images has ended") from None
         except BaseException:
-            await self._end()
+            await self._child.end(EXIT_SECONDS)
             raise
         if done.is_last:
             await self._replace()
         else:
-            os.ftruncate(self._file, 0)
+            os.ftruncate(self._child.file, 0)
         return done
-
-    def _write(self, encoded: bytes) -> None:
-        """Write an encoded image; raises OSError if there is no memory."""
-        with open(self._file, "wb", closefd=False) as file:
-            file.seek(0)
-            file.write(encoded)
-
-    async def _receive(self) -> ImageDone:
-        """Return the next message; raises EOFError or OSError if the process has ended."""
-        loop = asyncio.get_running_loop()
-        frame = await loop.sock_recv(self._channel, MAX_FRAME)
-        if not frame:
-            raise EOFError
-        return _DECODER.decode(frame)
 
     async def _replace(self) -> int | None:
         """End the process, start the next one, and return the exit status."""
-        status = await self._end()
+        status = await self._child.end(EXIT_SECONDS)
         if not self._is_closed:
             self.warm_up()
         return status
-
-    async def _end(self) -> int | None:
-        """End the process and return the exit status that it had, None if it still ran.
-
-        No process is left if the caller is cancelled.
-        """
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        self._opened.close()  # it ends when it has read all
-        return await asyncio.shield(asyncio.create_task(self._reap(process)))
-
-    @staticmethod
-    async def _reap(process: subprocess.Popen[bytes]) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(process.wait, 0.1)
-        status = process.poll()
-        process.kill()
-        await asyncio.to_thread(process.wait)
-        return status
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of the process, without threads of numpy's libraries."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _ENVIRONMENT or name.startswith("PYTHON")
-    }
-    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _error(done: ImageDone) -> InvalidRequestError | OverloadedError:

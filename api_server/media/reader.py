@@ -3,6 +3,8 @@
 ImageSource ─▶ encoded bytes ─▶ digest ─▶ kept? ─ yes ──────────────────┬─▶ LoadedImage
                (sources.py)              └─ no ─▶ decode, make pixels ──┘
                                                   (processing.py)
+
+A data URI that has been read before is found by the digest of its text, without decoding it.
 """
 
 import asyncio
@@ -38,6 +40,8 @@ WAIT_SECONDS: Final = 30.0
 """Time that an image waits for those of other requests to be processed."""
 SPACE_SECONDS: Final = 20.0
 """Time that an image then waits for requests to end whose images take all memory."""
+HASHED_CHARACTERS: Final = 1 << 16
+"""Characters of a data URI that are encoded at once: no copy of all of it is made."""
 QUEUE_SECONDS: Final = WAIT_SECONDS + SPACE_SECONDS
 """Time that all images of a request may wait for others."""
 
@@ -165,6 +169,10 @@ class MediaReader:
         """Start the process for images now, so that the first one need not wait for it."""
         self._process.warm_up()
 
+    def forget_unused(self) -> None:
+        """Drop the pixels of images that no request uses."""
+        self._store.evict_unleased()
+
     async def close(self) -> None:
         """End the process; pixels go with the last request that uses them."""
         self._store.close()
@@ -242,19 +250,23 @@ class MediaReader:
             if image is None:
                 raise InvalidRequestError("no image is kept under this uuid: send it once more")
             return image
-        mm_hash = None
-        held = 0 if source.url[:5].lower() == "data:" else self._config.max_image_bytes
-        if held:
+        url, mm_hash, uri_digest, held = source.url, None, b"", self._config.max_image_bytes
+        if url[:5].lower() == "data:":
+            held = 0
+            uri_digest = await self._digest(url, detail, tenant, salt)
+            image = self._store.find_uri(uri_digest)
+            if image is not None:
+                if key is not None:
+                    self._store.name_image(key, image)
+                return image
+        else:
             await self._held_bytes.take(held)
         try:
-            encoded = await self._sources.read(source.url)
+            encoded = await self._sources.read(url)
             if held:
                 self._held_bytes.give_back(held - len(encoded))
                 held = len(encoded)
-            if len(encoded) <= INLINE_CHARACTERS:
-                mm_hash = self._digest(encoded, detail, tenant, salt)
-            else:
-                mm_hash = await asyncio.to_thread(self._digest, encoded, detail, tenant, salt)
+            mm_hash = await self._digest(encoded, detail, tenant, salt)
             image = await self._find_or_process(mm_hash, encoded, detail, own_bytes)
         finally:
             running = None if mm_hash is None else self._running.get(mm_hash)
@@ -262,20 +274,27 @@ class MediaReader:
                 self._held_bytes.give_back(held)
             else:  # the request has ended before its image
                 running.add_done_callback(lambda _: self._held_bytes.give_back(held))
+        if uri_digest:
+            self._store.name_uri(uri_digest, image)
         if key is not None:
             self._store.name_image(key, image)
         return image
 
-    def _digest(self, encoded: bytes, detail: str, tenant: int, salt: str | None) -> bytes:
-        """Return the mm_hash of an encoded image.
+    async def _digest(
+        self, content: bytes | str, detail: str, tenant: int, salt: str | None
+    ) -> bytes:
+        """Return the mm_hash of an encoded image, or the digest of a data URI.
 
         Lengths stand before texts, so that no two lists of parts have the same bytes.
         """
         salted = "" if salt is None else f"{len(salt)}:{salt}"
-        head = f"{tenant},{detail},{salted},{len(encoded)}:"
+        head = f"{tenant},{detail},{salted},{len(content)}:"
         digest = hashlib.sha256(self._settings)
         digest.update(head.encode(errors="surrogatepass"))
-        digest.update(encoded)
+        if len(content) <= INLINE_CHARACTERS:
+            _update(digest, content)
+        else:
+            await asyncio.to_thread(_update, digest, content)
         return digest.digest()
 
     async def _find_or_process(
@@ -368,9 +387,14 @@ class MediaReader:
         Raises InvalidRequestError if there can never be enough for all images of the request.
         """
         limit, needed = self._store.max_bytes, own_bytes + image.num_bytes
-        if needed <= limit and self._store.add_image(image):
+        is_added = False
+        try:
+            is_added = needed <= limit and self._store.add_image(image)
+        finally:
+            if not is_added:
+                self._store.remove_file(image.pixels.name)
+        if is_added:
             return True
-        self._store.remove_file(image.pixels.name)
         if needed > limit:
             raise InvalidRequestError(
                 f"the pixels of the images up to this one take {needed} bytes, more than the limit "
@@ -390,3 +414,12 @@ class MediaReader:
             raise OverloadedError(
                 "images of other requests take all memory for them (--media-memory)"
             ) from None
+
+
+def _update(digest: "hashlib._Hash", content: bytes | str) -> None:
+    if isinstance(content, bytes):
+        digest.update(content)
+        return
+    for start in range(0, len(content), HASHED_CHARACTERS):
+        piece = content[start : start + HASHED_CHARACTERS]
+        digest.update(piece.encode(errors="surrogatepass"))

@@ -3,13 +3,18 @@
     [{"a": "b, \\"c\\""}, []]  ─▶  [{"":""},[]]  ─▶  1 comma, 3 containers, 4 quotes, 1 key
 
 Objects take up to a hundred times the bytes of their JSON. So brackets, commas and quotation marks
-outside of strings are counted before anything is decoded.
+outside of strings are counted before anything is decoded. Images are most of a body that has some,
+and nothing in them counts: they are cut out before, and put back after.
 """
 
 import json
 import math
+import re
+import secrets
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from api_server.protocol.fields import MAX_DEPTH, is_nested_deeper, path_text
 from api_server.turns import INLINE_BYTES
@@ -27,6 +32,12 @@ MAX_PYTHON_JSON: Final = 4 << 20
 an emoji. msgspec's takes half, and does not notice a key that appears twice."""
 _Path = tuple[()] | tuple["_Path", str | int]
 """A key, after the path of the container that has it."""
+_IMAGE: Final = b'"data'
+_OPENING: Final = re.compile(rb'"data(:|"[ \t\r\n]*:[ \t\r\n]*")')
+"""A data URI, or the member of an image block of /v1/messages."""
+_LONG_STRING: Final = 1 << 14
+_SPACE: Final = 64
+"""Characters after an image among which a comma or bracket is looked for."""
 _SCANNED_BYTES: Final = 1 << 18
 _UNCOUNTED: Final = bytes(set(range(256)) - set(b',[{":'))
 
@@ -54,6 +65,7 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
 
     Its numbers are finite, and have few enough digits for arithmetic and for messages.
     """
+    images = _cut_images(body)
     counts = _Counts()
     is_large = len(body) > MAX_PYTHON_JSON
     if is_large or (len(body) > INLINE_BYTES and _at_most(body).too_many):
@@ -104,11 +116,78 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
             f"{MAX_DIGITS} digits",
             shown(path[0]) if path else None,
         )
+    if images:
+        _put_back(images, fields)
     if may_be_deep and is_nested_deeper(fields):
         raise InvalidRequestError.fixed(f"the {what} is nested more than {MAX_DEPTH} deep")
     if is_large and _num_keys(fields) != counts.keys:
         raise InvalidRequestError.fixed(f"a key appears more than once in an object of the {what}")
     return fields
+
+
+def _cut_images(body: bytearray) -> dict[str, str]:
+    """Replace long strings of images in JSON by short texts, and return them by these.
+
+        {"url": "data:image/png;base64,iVBO…"}  ─▶  {"url": "f81c…,0"}
+        {"type": "base64", "data": "iVBO…"}     ─▶  {"type": "base64", "data": "f81c…,1"}
+
+    A quotation mark without a backslash before it begins a string, or what follows makes the JSON
+    invalid. The string is its text if that is printable ASCII without a backslash. One that is the
+    name of a member is not cut.
+    """
+    images: dict[str, str] = {}
+    nonce = secrets.token_hex(16)
+    pieces: list[bytes | bytearray] = []
+    done, place = 0, body.find(_IMAGE)
+    while place >= 0:
+        start, end = _long_string(body, place)
+        if end:
+            name = f"{nonce},{len(images)}"
+            with memoryview(body) as view:  # a slice would be one more copy
+                images[name] = str(view[start:end], "ascii")
+            pieces += [body[done:start], name.encode()]
+            done = end
+        place = body.find(_IMAGE, max(end, place + 1))
+    if images:
+        body[:] = b"".join([*pieces, body[done:]])
+    return images
+
+
+def _long_string(body: bytearray, place: int) -> tuple[int, int]:
+    """Return where the image that may begin at a place has its text; 0, 0 for none to cut."""
+    found = _OPENING.match(body, place)
+    if found is None or body[place - 1 : place] == b"\\":
+        return 0, 0
+    start = place + 1 if found[0].endswith(b"data:") else found.end()
+    end = body.find(b'"', start)
+    if (
+        end - start < _LONG_STRING
+        or not body[end + 1 : end + _SPACE].lstrip().startswith((b",", b"}", b"]"))
+        or not _is_plain(body, start, end)
+    ):
+        return 0, 0
+    return start, end
+
+
+def _is_plain(body: bytearray, start: int, end: int) -> bool:
+    """Return whether a part of a body is printable ASCII without a backslash."""
+    characters = np.frombuffer(body, np.uint8, end - start, start)
+    is_ascii = characters.min() >= 0x20 and characters.max() < 0x7F
+    return bool(is_ascii) and body.find(b"\\", start, end) < 0
+
+
+def _put_back(images: dict[str, str], fields: Any) -> None:
+    """Put images into decoded JSON in place of the texts that stand for them."""
+    containers = [fields]
+    while containers:
+        container = containers.pop()
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
+            if isinstance(value, str):
+                if value in images:
+                    container[key] = images[value]
+            elif isinstance(value, dict | list):
+                containers.append(value)
 
 
 def num_values(text: str, enough: int) -> int:

@@ -20,7 +20,7 @@ from api_server.routes.system import daemon_version
 from proto.codec import to_json_line
 from proto.errors import ConflictError, InternalRequestError, InvalidRequestError, shown
 from proto.messages.engine_io import AdminName, AdminReply, PauseMode
-from proto.messages.lifecycle import AbortRequests, DrainRequested, ProfileFrontEnds
+from proto.messages.lifecycle import AbortRequests, DrainRequested, ForgetImages, ProfileFrontEnds
 from proto.settings.config import SECRET_FIELDS
 
 router = APIRouter(dependencies=[Depends(check_operator)])
@@ -100,6 +100,20 @@ async def reset_prefix_cache(request: Request) -> Response:
     )
     if not reply.ok:
         raise ConflictError(f"{reply.detail}: wait for them, or set reset_running_requests=true")
+    return Response()
+
+
+@router.post("/reset_encoder_cache")
+async def reset_encoder_cache(request: Request) -> Response:
+    """Forget encoder outputs and pixels of images; 409 while a request needs an output.
+
+    Front ends keep the pixels of images that open requests use.
+    """
+    app_state = app_state_of(request)
+    reply = await app_state.client.call_admin("reset_encoder_cache")
+    if not reply.ok:
+        raise ConflictError(f"{reply.detail}: wait for them")
+    app_state.supervisor.send(ForgetImages())
     return Response()
 
 

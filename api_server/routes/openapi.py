@@ -360,6 +360,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/reset_prefix_cache", "post"): Operation(
         query={"reset_running_requests": _TRUTH, "reset_external": _TRUTH}
     ),
+    ("/reset_encoder_cache", "post"): Operation(),
     ("/start_profile", "post"): Operation(response=_STATUS),
     ("/stop_profile", "post"): Operation(response=an_object(status=STRING, files=a_list(STRING))),
     ("/abort_requests", "post"): Operation((admin.AbortBody,), _STATUS, status=202),

@@ -7,13 +7,10 @@ long one holds up no other request. It renders one conversation at a time; clien
 """
 
 import asyncio
-import contextlib
 import os
-import socket
-import subprocess
-import sys
 from typing import Final
 
+from api_server.task_process import TaskProcess
 from api_server.text.chat_template import ChatTemplate, Conversation, TemplateFacts
 from api_server.text.harmony import HarmonyTemplate
 from api_server.text.template_process import (
@@ -149,8 +146,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self.turns = Turns(1)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._opened = contextlib.ExitStack()
+        self._child = TaskProcess(MODULE, MAX_FRAME)
 
     async def render(
         self, template: ChatTemplate, conversation: Conversation | None, seconds: float
@@ -163,37 +159,22 @@ class TemplateProcess:
         none can be started.
         """
         for _ in range(2):
-            if self._process is None or self._process.poll() is not None:
-                await self._end()
-                self._start()
+            if self._child.has_ended:
+                await self._child.end()
+                try:
+                    self._child.start()
+                except OSError:
+                    raise OverloadedError("there is no process for the chat template") from None
             try:
                 return await self._do_task(template, conversation, seconds)
             except TokendError:  # an answer
                 raise
             except EOFError:
-                await self._end()
+                await self._child.end()
             except BaseException:
-                await self._end()
+                await self._child.end()
                 raise
         raise InvalidRequestError("the chat template crashed on these messages", "messages")
-
-    def _start(self) -> None:
-        with contextlib.ExitStack() as opened:
-            try:
-                self._file = os.memfd_create("tokend-chat")
-                opened.callback(os.close, self._file)
-                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._channel = opened.enter_context(pair[0])
-                self._channel.setblocking(False)
-                with pair[1] as theirs:
-                    self._process = subprocess.Popen(
-                        [sys.executable, "-P", "-m", MODULE, str(self._file)],
-                        stdin=theirs.fileno(),
-                        pass_fds=[self._file],
-                    )
-            except OSError:
-                raise OverloadedError("there is no process for the chat template") from None
-            self._opened = opened.pop_all()
 
     async def _do_task(
         self, template: ChatTemplate, conversation: Conversation | None, seconds: float
@@ -204,29 +185,14 @@ class TemplateProcess:
             to_compact_json(template.variables),
             b"" if conversation is None else pack(conversation),
         ]
-        write_texts(self._file, texts)
-        loop = asyncio.get_running_loop()
-        try:
-            source, variables, rest = map(len, texts)
-            task = RenderTask(source, variables, rest, seconds + 1.0)
-            await loop.sock_sendall(self._channel, encode(task))
-            frame = await loop.sock_recv(self._channel, MAX_FRAME)
-        except OSError:
-            raise EOFError from None
-        if not frame:
-            raise EOFError
-        rendered = _DECODER.decode(frame)
+        write_texts(self._child.file, texts)
+        source, variables, rest = map(len, texts)
+        task = RenderTask(source, variables, rest, seconds + 1.0)
+        rendered = _DECODER.decode(await self._child.do_task(encode(task)))
         rendered.check()
-        prompt = read_text(self._file, rendered.num_bytes)
-        os.ftruncate(self._file, 0)
+        prompt = read_text(self._child.file, rendered.num_bytes)
+        os.ftruncate(self._child.file, 0)
         return prompt.decode(errors="surrogatepass")
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            self._opened.close()
-            await asyncio.to_thread(process.wait)
 
 
 _PROCESS: Final = TemplateProcess()

@@ -25,7 +25,13 @@ from deploy.models.prepared_folder import (
     as_model_error,
     is_token_id,
 )
-from deploy.models.vision_files import IMAGES_FILE, PROCESSOR_FILE, VisionContents, read_vision
+from deploy.models.vision_files import (
+    IMAGES_FILE,
+    PROCESSOR_FILE,
+    VisionContents,
+    lacks_token,
+    read_vision,
+)
 from proto.errors import ModelError, shown
 from proto.messages.prepared_model import (
     CHAT_TEMPLATES,
@@ -85,6 +91,9 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             entries += vision.tensors
             config |= vision.settings
             unloaded = tuple(part for part in unloaded if part != "vision")
+        elif problem := lacks_token(wrapped.architecture, wrapped.outer, wrapped.config):
+            named = {"vision": f"vision ({problem})"}
+            unloaded = tuple(named.get(part, part) for part in unloaded)
         entries, files = _used_files(entries, files)
     tensors = pooling.joined_to(_joined(scheme, entries, files))
     report("reading the tokenizer")

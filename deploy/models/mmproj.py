@@ -6,7 +6,7 @@ that one reader has both. A file of another kind, or for another model, is left 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +17,7 @@ from deploy.models.vision_files import VisionContents, vision_contents
 from proto.errors import ModelError, shown
 from proto.messages.prepared_model import TensorEntry
 from worker.models.vision import VISION_FAMILIES
-from worker.models.vision.spec import PROJECTOR, TOWER
+from worker.models.vision.spec import PROJECTOR, TOWER, VisionGguf
 
 _VISION: Final = "clip.vision."
 _TOWER_KEYS: Final = {
@@ -30,6 +30,7 @@ _TOWER_KEYS: Final = {
     "attention.layer_norm_epsilon": "layer_norm_eps",
 }
 """Key of the metadata, without its prefix → key of vision_config."""
+_SCALE_KEYS: Final = ("projector.scale_factor", "spatial_merge_size")
 _SCALE: Final = 4
 """Patches of a side that become a row of the output, where a file does not say."""
 _LAYER_NAMES: Final = {
@@ -39,19 +40,35 @@ _LAYER_NAMES: Final = {
     "attn_out": "self_attn.out_proj",
     "ln1": "layer_norm1",
     "ln2": "layer_norm2",
+    "ffn_gate": "mlp.gate",
     "ffn_up": "mlp.fc1",
     "ffn_down": "mlp.fc2",
 }
+_LAST_PRODUCT, _LAST_BIAS = "mm.2.weight", "mm.2.bias"
 _NAMES: Final = {
     "v.patch_embd.weight": f"{TOWER}embeddings.patch_embedding.weight",
     "v.patch_embd.bias": f"{TOWER}embeddings.patch_embedding.bias",
+    "v.class_embd": f"{TOWER}embeddings.class_embedding",
     "v.position_embd.weight": f"{TOWER}embeddings.position_embedding.weight",
+    "v.pre_ln.weight": f"{TOWER}pre_layrnorm.weight",
+    "v.pre_ln.bias": f"{TOWER}pre_layrnorm.bias",
     "v.post_ln.weight": f"{TOWER}post_layernorm.weight",
     "v.post_ln.bias": f"{TOWER}post_layernorm.bias",
     "mm.model.fc.weight": f"{PROJECTOR}modality_projection.proj.weight",
     "mm.input_projection.weight": f"{PROJECTOR}mm_input_projection_weight",
     "mm.soft_emb_norm.weight": f"{PROJECTOR}mm_soft_emb_norm.weight",
+    "mm.input_norm.weight": f"{PROJECTOR}norm.weight",
+    "mm.patch_merger.weight": f"{PROJECTOR}patch_merger.merging_layer.weight",
+    "mm.0.weight": f"{PROJECTOR}linear_1.weight",
+    "mm.0.bias": f"{PROJECTOR}linear_1.bias",
+    "mm.1.weight": f"{PROJECTOR}linear_1.weight",
+    "mm.1.bias": f"{PROJECTOR}linear_1.bias",
+    _LAST_PRODUCT: f"{PROJECTOR}linear_2.weight",
+    _LAST_BIAS: f"{PROJECTOR}linear_2.bias",
 }
+"""LLaVA begins to count its two products at mm.0, Pixtral at mm.1."""
+_IGNORED: Final = ("v.token_embd.img_break",)
+"""A row of the language model's embedding."""
 _LAYER: Final = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -69,14 +86,16 @@ def read(
         key.removeprefix(_VISION): value for key, value in values.items() if key.startswith(_VISION)
     }
     projector = values.get("clip.projector_type", vision.get("projector_type"))
-    formats = (family.gguf for family in VISION_FAMILIES.values() if family.gguf is not None)
-    kind = next((each for each in formats if each.projector == projector), None)
+    shapes = {entry.name: entry.shape for entry in own.tensors}
+    kind = _find_kind(projector, shapes)
     tokens = header.values.get("tokenizer.ggml.tokens", ())
+    last = shapes.get(_LAST_PRODUCT)
+    output_size = last[0] if last else vision.get("projection_dim")
     if (
         kind is None
         or values.get("general.architecture") != "clip"
-        or header.values.get("general.architecture") != kind.text
-        or vision.get("projection_dim") != text.get("hidden_size")
+        or header.values.get("general.architecture") not in kind.texts
+        or output_size != text.get("hidden_size")
         or kind.image_token not in tokens
     ):
         return None
@@ -85,10 +104,14 @@ def read(
         raise ModelError(f"{path} has no {_VISION}{missing}")
     tower = {key: vision[name] for name, key in _TOWER_KEYS.items()}
     side = _whole(tower, "image_size") // _whole(tower, "patch_size")
-    scale = vision.get("projector.scale_factor", _SCALE)
+    scale_key = next((key for key in _SCALE_KEYS if key in vision), _SCALE_KEYS[0])
+    scale = vision.get(scale_key, _SCALE)
     if type(scale) is not int or not 0 < scale <= side:
-        raise ModelError(f"{path}: {_VISION}projector.scale_factor = {shown(repr(scale))}")
+        raise ModelError(f"{path}: {_VISION}{scale_key} = {shown(repr(scale))}")
     settings = kind.settings(vision, side, scale)
+    projector_settings = dict(settings.projector)
+    if _LAST_PRODUCT in shapes:
+        projector_settings["multimodal_projector_bias"] = _LAST_BIAS in shapes
     images = dict(settings.images)
     for key in ("image_mean", "image_std"):
         if key in vision:
@@ -96,12 +119,25 @@ def read(
     return vision_contents(
         kind.architecture,
         tokens.index(kind.image_token),
-        tower | {"hidden_act": _activation(values)},
-        settings.projector,
+        {**tower, **settings.tower, "hidden_act": _activation(values)},
+        projector_settings,
         text,
         tuple(_renamed(own.tensors, tower, file)),
         images,
         settings.processor,
+    )
+
+
+def _find_kind(projector: Any, tensors: Collection[str]) -> VisionGguf | None:
+    """Return the kind of a file with this projector and tensors; None if it is not supported."""
+    kinds = (kind for family in VISION_FAMILIES.values() for kind in family.gguf)
+    return next(
+        (
+            kind
+            for kind in kinds
+            if kind.projector == projector and (kind.is_marked is None or kind.is_marked(tensors))
+        ),
+        None,
     )
 
 
@@ -125,6 +161,8 @@ def _renamed(
     """Yield the tensors by their names in a prepared folder; others keep theirs behind TOWER."""
     swapped = _are_swapped(entries, tower)
     for entry in entries:
+        if entry.name in _IGNORED:
+            continue
         name = _NAMES.get(entry.name)
         if match := _LAYER.fullmatch(entry.name):
             layer, part, kind = match.groups()

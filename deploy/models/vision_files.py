@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from proto.errors import shown
 from proto.messages.prepared_model import TensorEntry, VisionFacts
 from worker.models.vision import VISION_FAMILIES, vision_spec
 from worker.models.vision.spec import PROJECTOR, SETTINGS_KEY, TOWER, TOWER_KEY
@@ -63,17 +64,36 @@ def read_vision(
         return None
     if family.tower_types and tower.get("model_type") not in family.tower_types:
         return None
-    token = next((outer[key] for key in _IMAGE_TOKENS if outer.get(key) is not None), None)
-    vocab_size = text.get("vocab_size")
-    if type(token) is not int or type(vocab_size) is not int or not 0 <= token < vocab_size:
-        return None  # no token can stand for an image
+    key = _token_key(outer)
+    if key is None or lacks_token(architecture, outer, text):
+        return None
     inner = processor.get("image_processor")
     images = inner if isinstance(inner, Mapping) else images
-    tensors = tuple(_renamed(entries))
+    tensors = tuple(_renamed(entries, family.tensor_names))
     if not tensors or not images:
         return None
     settings = {key: outer[key] for key in family.settings if outer.get(key) is not None}
-    return vision_contents(architecture, token, tower, settings, text, tensors, images, processor)
+    return vision_contents(
+        architecture, outer[key], tower, settings, text, tensors, images, processor
+    )
+
+
+def lacks_token(architecture: str, outer: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """Return why the token of images has no embedding; "" if it has one, or none is named.
+
+    Arguments as of `read_vision`.
+    """
+    key, size = _token_key(outer), text.get("vocab_size")
+    if key is None or architecture not in VISION_FAMILIES:
+        return ""
+    token = outer[key]
+    if type(token) is int and type(size) is int and 0 <= token < size:
+        return ""
+    return f"{key} {shown(token)} is not in the vocabulary of {shown(size)}"
+
+
+def _token_key(outer: Mapping[str, Any]) -> str | None:
+    return next((key for key in _IMAGE_TOKENS if outer.get(key) is not None), None)
 
 
 def vision_contents(
@@ -105,9 +125,21 @@ def vision_contents(
     return VisionContents(facts, added, tensors, written)
 
 
-def _renamed(entries: Iterable[TensorEntry]) -> Iterable[TensorEntry]:
-    """Yield the tensors of the vision part."""
+def _renamed(
+    entries: Iterable[TensorEntry], tensor_names: Mapping[str, str]
+) -> Iterable[TensorEntry]:
+    """Yield the tensors of the vision part. tensor_names: as in VisionFamily."""
     for entry in entries:
         for pattern, prefix in _PARTS:
             if match := pattern.match(entry.name):
-                yield msgspec.structs.replace(entry, name=prefix + entry.name[match.end() :])
+                name = entry.name[match.end() :]
+                if prefix == TOWER:
+                    name = _name_in_tower(name, tensor_names)
+                yield msgspec.structs.replace(entry, name=prefix + name)
+
+
+def _name_in_tower(name: str, tensor_names: Mapping[str, str]) -> str:
+    for old, new in tensor_names.items():
+        if match := re.match(old, name):
+            return match.expand(new) + name[match.end() :]
+    return name

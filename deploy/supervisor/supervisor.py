@@ -40,6 +40,7 @@ from proto.messages.lifecycle import (
     DrainProgress,
     DrainRequested,
     EngineReady,
+    ForgetImages,
     FrontEndReady,
     FrontEndStalled,
     NewFrontEnd,
@@ -237,7 +238,7 @@ class Supervisor:
                 self._drain.note_progress(message)
         elif isinstance(message, DrainRequested):
             self._begin_drain()
-        elif isinstance(message, AbortRequests | ProfileFrontEnds):
+        elif isinstance(message, AbortRequests | ProfileFrontEnds | ForgetImages):
             self._children.send_to_front_ends(message)
         elif self._readiness.complete or isinstance(message, ProtocolViolation):
             self._reload.note_message(message)

@@ -41,6 +41,10 @@ class ChunkRule:
         threshold = config.long_prefill_token_threshold or budget
         return cls(budget, min(threshold, budget), config.enable_chunked_prefill)
 
+    def max_running(self, max_num_seqs: int, num_whole: int = 1) -> int:
+        """Return how many requests may run: each needs a token of a step, and one `num_whole`."""
+        return min(max_num_seqs, self.token_budget - num_whole + 1)
+
     def first_chunk(self, num_missing: int, budget: int) -> int:
         """Return the tokens for a request that is about to be admitted; 0 if it has to wait."""
         if not self.chunked and budget < num_missing <= self.token_budget:

@@ -104,9 +104,9 @@ class StepPlanner:
         self._admitting = features_with("on_admitted", features)
         self._chunks = chunks
         self._max_num_seqs = config.max_num_seqs
-        # Each running request needs a token per step; an image that cannot be cut needs all of its.
+        # An image that cannot be cut needs all of its tokens in one step.
         num_whole = 1 if encoder_inputs is None else encoder_inputs.num_whole_tokens
-        self._max_running = min(config.max_num_seqs, chunks.token_budget - num_whole + 1)
+        self._max_running = chunks.max_running(config.max_num_seqs, num_whole)
         self._encoder_inputs = encoder_inputs
         self._rules = rules_of(config, kv_cache, self._running, preemption.watermarks)
         self._awaiting_mask = awaiting_mask

@@ -282,6 +282,11 @@ class SwapRule:
         self._load_seconds = 0.0
         self._compute_seconds = 0.0  # per token; 0: unknown
 
+    @property
+    def token_seconds(self) -> float:
+        """Seconds in which a prompt token is computed; 0 while unknown."""
+        return self._compute_seconds
+
     def loads(self, num_tokens: int) -> bool:
         """Return whether `num_tokens` tokens of a preempted request are loaded."""
         if self._mode != "auto":

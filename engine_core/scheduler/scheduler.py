@@ -142,7 +142,9 @@ class Scheduler:
         self._chunks = ChunkRule.from_config(config)
         self._encoder_inputs: EncoderInputs | None = None
         if encoder is not None:
-            self._encoder_inputs = EncoderInputs(encoder, lifecycle, policy, self._chunks)
+            self._encoder_inputs = EncoderInputs(
+                encoder, lifecycle, policy, self._chunks, config.max_num_seqs
+            )
 
         # Which request loses its blocks when they run out
         non_running_blocks = NonRunningBlocks(kv_cache)
@@ -499,6 +501,8 @@ class Scheduler:
         outputs = self._result_pass.apply_result(output, result, self._output_builder.step)
         if output.total_num_scheduled_tokens:
             self._learn_step_time(output.step, result.compute_seconds)
+        if self._encoder_inputs is not None:
+            self._charge_encoding(self._encoder_inputs)
         return outputs
 
     def update_from_connector(self, report: KVConnectorOutput) -> OutputsByFrontEnd:
@@ -647,6 +651,17 @@ class Scheduler:
             self._row_counts[step] = num_rows, plan.num_prompt_tokens
         self._num_preemptions += len(plan.preempted)
         self._num_scheduled_tokens += num_scheduled
+
+    def _charge_encoding(self, encoder_inputs: EncoderInputs) -> None:
+        """Charge encoder time to tenants as the prompt tokens that it would have been enough for.
+
+        A row counts as a token while the time of either is unknown.
+        """
+        token_seconds = self._swap_rule.token_seconds
+        for share in encoder_inputs.pop_shares():
+            is_known = token_seconds and share.seconds
+            num_tokens = share.seconds / token_seconds if is_known else share.num_rows
+            self._usage.charge_tenant(share.tenant, num_tokens)
 
     def _learn_step_time(self, step: int, seconds: float) -> None:
         num_decoding, num_prompt_tokens = self._row_counts.pop(step, (0, 0))

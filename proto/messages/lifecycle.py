@@ -508,6 +508,10 @@ class ProfileFrontEnds(msgspec.Struct, array_like=True, tag=50, frozen=True):
     wanted: bool
 
 
+class ForgetImages(msgspec.Struct, array_like=True, tag=62, frozen=True):
+    """Drop pixels of images that no request uses, at all front ends; sent like AbortRequests."""
+
+
 class DrainRequested(msgspec.Struct, array_like=True, tag=42, frozen=True):
     """An admin call to a front end requests that the daemon drains and exits."""
 
@@ -685,6 +689,7 @@ ToSupervisor = (
     | WaitingForRanks
     | AbortRequests
     | ProfileFrontEnds
+    | ForgetImages
     | NextReady
     | Switched
     | OldEngineIdle
@@ -703,6 +708,7 @@ FromSupervisor = (
     | HealthStatus
     | AbortRequests
     | ProfileFrontEnds
+    | ForgetImages
     | Drain
     | NextEngine
     | SwitchEngine

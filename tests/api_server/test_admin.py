@@ -7,7 +7,7 @@ import pytest
 
 from api_server.routes import admin
 from proto.messages.engine_io import AdminReply, EngineCoreOutput, FinishReason
-from proto.messages.lifecycle import AbortRequests, FrontEndReady, ProfileFrontEnds
+from proto.messages.lifecycle import AbortRequests, ForgetImages, FrontEndReady, ProfileFrontEnds
 from proto.settings.config import FrontEndConfig, TraceConfig
 from tests.api_server.conftest import samples
 from tests.api_server.test_process import running
@@ -38,6 +38,7 @@ def test_every_admin_route_is_listed():
     assert {path for _, path in ROUTES} == {
         *("/admin/drain", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
         *("/abort_requests", "/server_info", "/start_profile", "/stop_profile"),
+        "/reset_encoder_cache",
     }
 
 
@@ -173,6 +174,22 @@ async def test_the_prefix_cache_is_reset_if_no_request_uses_it(start):
         assert [each.reset_external for each in front_end.engine.calls] == [0, 0, 0, 1]
         refused = await front_end.http.post("/reset_prefix_cache?reset_running_requests=perhaps")
         assert refused.status_code == 400
+
+
+async def test_the_encoder_cache_is_reset_with_the_pixels_of_all_front_ends(start, monkeypatch):
+    async with start() as front_end:
+        assert (await front_end.http.post("/reset_encoder_cache")).status_code == 200
+        assert [each.name for each in front_end.engine.calls] == ["reset_encoder_cache"]
+        assert front_end.supervisor.sent.get_nowait() == ForgetImages()
+        monkeypatch.setattr(
+            front_end.engine,
+            "_reply",
+            lambda call: AdminReply(1, call.call_id, False, "requests need outputs"),
+        )
+        refused = await front_end.http.post("/reset_encoder_cache")
+        assert refused.status_code == 409
+        assert refused.json()["error"]["message"] == "requests need outputs: wait for them"
+        assert front_end.supervisor.sent.empty()
 
 
 async def test_settings_are_returned_without_secrets(start, tmp_path):

@@ -53,6 +53,51 @@ def counted(value: Any) -> tuple[int, int, int, int]:
     return (sums[0] + max(len(value) - 1, 0), sums[1] + 1, sums[2], sums[3] + keys)
 
 
+URI = "data:image/png;base64," + "iVBO" * 5_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"a": [URI, {"b": URI + "x"}, URI], "c": "data:,d"}),
+        json.dumps({URI: [1], "a": {URI: URI}}),
+        json.dumps([URI + '"', URI + "\\", "\\" + URI, f'{{"a": "{URI}"}}', URI + "ü", "é" + URI]),
+        json.dumps(URI) + "\n",
+        json.dumps([{"type": "base64", "data": URI[22:]}, {"data": [URI]}, {"data": {}, URI: 1}]),
+        f'{{"data"\n:\t"{URI[9:]}","a":"data"}}',
+        json.dumps(['{"data": "' + URI[22:], {"data": URI + "é"}, "data", URI + "data"]),
+        f'[ "{URI}" \n , "{URI}"\t]',
+        f'{{"a" : "{URI}"{" " * 99}}}',
+    ],
+)
+def test_images_are_decoded_as_other_strings(text):
+    assert decode_json(bytearray(text.encode())) == json.loads(text)
+    assert decode_json(bytearray(json.dumps(json.loads(text)).encode())) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f'["{URI}"', f'["{URI}', f'["a"{URI}", 1]', f'[""data:{URI}"]', f'["{URI}\n"]'),
+        *(f'{{"data" "{URI}"}}', f'{{"data": "{URI}}}', f'["data": "{URI}"]'),
+        *(f'["{URI}\\x"]', f'["{URI}\x01"]', f'["{URI}",]', f'{{"{URI}"}}', f'{{"a": 1, "{URI}"}}'),
+    ],
+)
+def test_invalid_json_with_images_is_refused(text):
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        decode_json(bytearray(text.encode()))
+
+
+@pytest.mark.parametrize("start", ["data:image/png;base64,", ""])
+def test_images_cost_no_limit(start):
+    """Beside an image a body is small: its numbers are named, and its members are compared."""
+    uri = start + "iVBO" * (2 << 20)
+    with pytest.raises(InvalidRequestError, match=r"^b must be a finite number"):
+        decode_json(bytearray(f'{{"data": "{uri}", "b": NaN}}'.encode()))
+    with pytest.raises(InvalidRequestError, match="more than once"):
+        decode_json(bytearray(f'{{"data": "{uri}", "data": "{uri}"}}'.encode()))
+
+
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1 << 18])
 def test_commas_brackets_quotes_and_keys_outside_of_strings_are_counted(piece, monkeypatch):
     monkeypatch.setattr(decoding, "_SCANNED_BYTES", piece)

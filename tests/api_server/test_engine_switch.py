@@ -6,20 +6,23 @@ import shutil
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from api_server.generation.images import ImageInput
-from api_server.supervisor_commands import EngineSwitch
+from api_server.supervisor_commands import EngineSwitch, run_commands
 from proto.messages.engine_io import FinishReason
 from proto.messages.lifecycle import (
+    ForgetImages,
     NewEngine,
     NextEngine,
     NextReady,
     OldEngineIdle,
     ProtocolViolation,
+    Shutdown,
     Switched,
 )
 from proto.messages.stats import SchedulerStats
@@ -216,6 +219,21 @@ async def test_images_are_no_longer_read_for_an_engine_that_is_dropped(case, mod
     await asyncio.sleep(0)
     assert reader.is_closed
     answer.cancel()
+
+
+async def test_the_supervisor_has_pixels_of_images_forgotten(case, monkeypatch):
+    state, reader = case.front_end.app.state, FakeMediaReader()
+    for images in (None, ImageInput(reader, 0, 1)):
+        state.app_state = replace(state.app_state, images=images)
+        receive = AsyncMock(side_effect=[[ForgetImages(), Shutdown()], asyncio.CancelledError])
+        monkeypatch.setattr(case.front_end.supervisor, "receive", receive, raising=False)
+        stopped = asyncio.Event()
+        running = asyncio.create_task(
+            run_commands(case.front_end.supervisor, case.engine_switch, stopped)
+        )
+        await stopped.wait()
+        running.cancel()
+    assert reader.num_forgotten == 1
 
 
 async def test_images_are_no_longer_read_for_a_next_engine_that_is_dropped(

@@ -145,6 +145,18 @@ async def test_a_process_that_is_killed_from_outside_costs_no_request() -> None:
         assert await rendering.render(Conversation(MESSAGES)) == "!"
 
 
+async def test_the_process_has_no_keys_of_the_daemon(monkeypatch) -> None:
+    monkeypatch.setenv("TOKEND_API_KEY", "secret")
+    monkeypatch.setenv("TZ", "UTC")
+    for process in render_processes():
+        process.kill()
+        process.wait()
+    await timed("done")
+    (process,) = render_processes()
+    assert "secret" not in process.environ().values()
+    assert process.environ()["TZ"] == "UTC", "for strftime_now"
+
+
 async def test_a_template_that_crashes_is_reported() -> None:
     rendering, killed = await timed(SLOW, 20.0), set[psutil.Process]()
     waiting = asyncio.create_task(rendering.render(Conversation(MESSAGES * 2)))

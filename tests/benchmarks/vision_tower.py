@@ -89,6 +89,9 @@ class RandomWeights(VisionWeights):
         weight, bias = self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias")
         return self.device.norm(NormWeight(1 + weight, eps, True, bias))
 
+    def rms_norm(self, name: str, eps: float) -> Norm:
+        return self.device.norm(NormWeight(1 + self.tensor(f"{name}.weight"), eps))
+
     def centred_rms_norm(self, name: str, eps: float) -> Norm:
         return self.device.norm(NormWeight(1 + self.tensor(name + ".weight").float(), eps))
 

@@ -1,6 +1,7 @@
 """Vision parts in GGUF files beside a model's: against transformers, and those that do not fit."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.fakes.prepared_models import spec_of
 from tests.fakes.tiny_model_files import write_gguf
 from tests.fakes.tiny_vision import (
     IMAGE_ID,
+    VISION_MODELS,
     VOCABULARY,
     save_vision_model,
     write_mmproj,
@@ -28,21 +30,30 @@ from worker.loader.weights import load_model
 __all__ = ["around"]
 TEXT = {"hidden_size": 32, "head_dim": 8}
 SOFT_TOKEN = "<image_soft_token>"
-GEMMA_TOKENS = tuple(SOFT_TOKEN if token == "<image>" else token for token in VOCABULARY)
+NAMES = ("gemma3", "idefics3", "llava", "pixtral", "mistral3")
+IMAGE_TOKENS = {"gemma3": SOFT_TOKEN, "pixtral": "[IMG]", "mistral3": "[IMG]"}
+TILES = {"idefics3": 5}
 
 
-def write_model(name: str, folder: Path, text: str = "", **changes: Any) -> Any:
+def write_model(
+    name: str,
+    folder: Path,
+    text: str = "",
+    model_settings: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
     """Write a GGUF model and its vision part; return the model of transformers with the latter.
 
-    text: the architecture of the language model; "" for the right one. changes: of the metadata of
-    the vision part.
+    text: the architecture of the language model; "" for the right one. model_settings: changes of
+    the configuration. changes: of the metadata of the vision part.
     """
-    model = save_vision_model(name, folder / "source", text_config=TEXT)
+    settings = model_settings or {}
+    model = save_vision_model(name, folder / "source", text_config=TEXT, **settings)
     folder = folder / "gguf"
     folder.mkdir()
-    is_gemma = name == "gemma3"
-    text = text or ("gemma3" if is_gemma else "llama")
-    tokens = GEMMA_TOKENS if is_gemma else VOCABULARY
+    text = text or ("gemma3" if name == "gemma3" else "llama")
+    own = IMAGE_TOKENS.get(name, "<image>")
+    tokens = tuple(own if token == "<image>" else token for token in VOCABULARY)
     write_gguf(folder / "tiny.gguf", architecture=text, tokens=tokens)
     write_mmproj(folder.parent / "source", folder / "mmproj-tiny-f16.gguf", **changes)
     return model
@@ -59,35 +70,70 @@ def prepared(folder: Path) -> PreparedModel:
     return prepared_folder.write(read(folder), name="tiny", **names)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "idefics3"])
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_of_images(name: str, tmp_path: Path) -> None:
     model = write_model(name, tmp_path)
     found = prepared(tmp_path)
-    is_gemma = name == "gemma3"
     assert found.vision == VisionFacts(
         architecture=type(model).__name__,
         image_token_id=IMAGE_ID,
-        max_embeds=9 if is_gemma else 45,
-        is_bidirectional=is_gemma,
+        max_embeds=TILES.get(name, 1) * VISION_MODELS[name].embeds,
+        is_bidirectional=name == "gemma3",
     )
     assert found.unloaded_parts == ()
-    encoding = load_vision(found, torch.float32, CPU).begin(pixels := torch.randn(1, 3, 24, 24))
+    height = 16 if IMAGE_TOKENS.get(name) == "[IMG]" else 24
+    pixels = torch.randn(1, 3, height, 24)
+    encoding = load_vision(found, torch.float32, CPU).begin(pixels)
     encoding.advance(1.0)
+    sizes = {"image_sizes": torch.tensor([[height, 24]])} if height < 24 else {}
     with torch.inference_mode():
-        given = pixels if is_gemma else pixels[None]
-        (expected,) = model.get_image_features(given).pooler_output
+        given = pixels[None] if name == "idefics3" else pixels
+        (expected,) = model.get_image_features(given, **sizes).pooler_output
     assert (encoding.output - expected).abs().max() < 1e-5 * expected.abs().max()
-    if not is_gemma:
+    if name != "gemma3":
         load_model(found, spec_of(found), torch.float32, CPU, lambda fraction: None)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "idefics3"])
+@pytest.mark.parametrize("text", ["llama", "mistral3"])
+def test_language_models_of_mistral3(text: str, tmp_path: Path) -> None:
+    """Older and newer converters have different names for them."""
+    write_model("mistral3", tmp_path, text)
+    assert prepared(tmp_path).vision is not None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_projector_with_and_without_biases(bias: bool, tmp_path: Path) -> None:
+    model = write_model("pixtral", tmp_path, model_settings={"multimodal_projector_bias": bias})
+    pixels = torch.randn(1, 3, 8, 12)
+    encoding = load_vision(prepared(tmp_path), torch.float32, CPU).begin(pixels)
+    encoding.advance(1.0)
+    with torch.inference_mode():
+        (expected,) = model.get_image_features(pixels, image_sizes=[[8, 12]]).pooler_output
+    assert (encoding.output - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_settings_of_the_processor(name: str, tmp_path: Path) -> None:
     """Of the published preprocessor_config.json those that differ between models."""
     write_model(name, tmp_path)
     images, processor = (json.loads(each) for each in read(tmp_path).files.values())
     assert images["image_mean"] == images["image_std"] == [0.5, 0.5, 0.5]
-    if name == "gemma3":
+    if name in ("pixtral", "mistral3"):
+        assert images["image_processor_type"] == "PixtralImageProcessor"
+        assert images["size"] == {"longest_edge": 24}
+        assert images["patch_size"] == {"height": 4, "width": 4}
+        assert processor == {
+            "processor_class": "PixtralProcessor",
+            "image_token": "[IMG]",
+            "patch_size": 4,
+            "spatial_merge_size": 2 if name == "mistral3" else 1,
+        }
+    elif name == "llava":
+        assert images["image_processor_type"] == "CLIPImageProcessor"
+        assert images["size"] == {"shortest_edge": 24}
+        assert images["crop_size"] == {"height": 24, "width": 24}
+        assert processor == {"processor_class": "LlavaProcessor", **VISION_MODELS[name].settings}
+    elif name == "gemma3":
         assert images["image_processor_type"] == "Gemma3ImageProcessor"
         assert images["size"] == {"height": 24, "width": 24}
         assert processor == {"processor_class": "Gemma3Processor", "image_seq_length": 9}
@@ -132,6 +178,16 @@ def test_a_vision_part_of_another_model(text: str, changes: dict[str, Any], tmp_
     assert contents.vision is None
     assert contents.unloaded_parts == ("vision",)
     assert len(contents.tensors.files) == 1
+
+
+@pytest.mark.parametrize("tensor", ["model.image_newline", "mm.3.weight"])
+def test_other_kinds_of_llava(tensor: str, tmp_path: Path) -> None:
+    """Of LLaVA 1.6, with tiles, and with norms in the projector."""
+    write_model("llava", tmp_path)
+    assert read(tmp_path).vision is not None
+    path = tmp_path / "gguf/mmproj-tiny-f16.gguf"
+    write_mmproj(tmp_path / "source", path, tensors=(tensor,))
+    assert (read(tmp_path).vision, read(tmp_path).unloaded_parts) == (None, ("vision",))
 
 
 @pytest.mark.parametrize("projector", ["qwen2vl_merger", "mlp"])

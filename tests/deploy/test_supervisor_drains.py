@@ -64,12 +64,13 @@ def test_a_process_that_dies_during_a_drain_is_restarted(
     assert "aborted\n" not in daemon.text
 
 
-def test_an_abort_request_is_sent_to_all_front_ends(start: Start) -> None:
+def test_operators_calls_for_all_front_ends_reach_them(start: Start) -> None:
     daemon = start("api_server=asked_to_abort", "api_server_count=2")
     daemon.wait_ready()
     daemon.children()["api_server"].send_signal(signal.SIGUSR2)
     abort = "received AbortRequests(request_ids=['cmpl-1'], owner='alice')"
-    daemon.wait_for(f"api 0: {abort}", f"api 1: {abort}")
+    for what in (abort, "received ForgetImages()"):
+        daemon.wait_for(f"api 0: {what}", f"api 1: {what}")
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0, daemon.text
 

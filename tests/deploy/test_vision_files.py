@@ -242,6 +242,61 @@ QWEN3_VL_8B: dict[str, Any] = {
         "temporal_patch_size": 2,
     },
 }
+PIXTRAL_12B: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 10,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "model_type": "mistral",
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 131072,
+    },
+    "vision_config": {
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "image_size": 1024,
+        "model_type": "pixtral",
+        "patch_size": 16,
+        "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+MISTRAL_SMALL_3_1: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "image_token_index": 10,
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "model_type": "mistral",
+        "num_hidden_layers": 40,
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 131072,
+    },
+    "vision_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "image_size": 1540,
+        "intermediate_size": 4096,
+        "model_type": "pixtral",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+}
 
 
 @pytest.mark.parametrize(
@@ -269,6 +324,8 @@ QWEN3_VL_8B: dict[str, Any] = {
             16384,
             576,
         ),
+        (PIXTRAL_12B, {"size": {"longest_edge": 1024}}, 4096, 435),
+        (MISTRAL_SMALL_3_1, {"size": {"longest_edge": 1540}}, 3025, 439),
     ],
 )
 def test_published_configurations(
@@ -301,6 +358,8 @@ def vision_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
         ("idefics3", "model.vision_model.", "vision_model."),
         ("smolvlm", "model.connector.", "connector."),
         ("qwen2_5_vl", "model.visual.", "visual."),
+        ("pixtral", "vision_tower.", "model.vision_tower."),
+        ("mistral3", "model.multi_modal_projector.", "multi_modal_projector."),
     ],
 )
 def test_names_of_other_versions(name: str, old: str, new: str, tmp_path: Path) -> None:
@@ -332,12 +391,8 @@ def _without_images(folder: Path) -> None:
     (folder / "processor_config.json").unlink()
 
 
-def _with_token_of_no_embedding(folder: Path) -> None:
-    edit(folder / "config.json", lambda config: config.update(image_token_index=122))
-
-
 def _with_another_tower(folder: Path) -> None:
-    tower = {"model_type": "pixtral", "hidden_size": 48}
+    tower = {"model_type": "dinov2", "hidden_size": 48}
     edit(folder / "config.json", lambda config: config.update(vision_config=tower))
 
 
@@ -347,9 +402,20 @@ def _without_tensors(folder: Path) -> None:
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.parametrize("token", [122, -200])
+def test_a_token_of_images_without_an_embedding_is_named(token: int, tmp_path: Path) -> None:
+    """The model is served for text."""
+    save_vision_model("llava", tmp_path)
+    edit(tmp_path / "config.json", lambda config: config.update(image_token_index=token))
+    contents = read(tmp_path)
+    assert contents.vision is None
+    (part,) = contents.unloaded_parts
+    assert part == f"vision (image_token_index {token} is not in the vocabulary of 122)"
+
+
 @pytest.mark.parametrize(
     "change",
-    [_without_images, _with_token_of_no_embedding, _with_another_tower, _without_tensors],
+    [_without_images, _with_another_tower, _without_tensors],
 )
 def test_folders_that_load_as_a_language_model(
     change: Callable[[Path], None], tmp_path: Path
@@ -394,7 +460,7 @@ def test_a_quantised_vision_part_is_read_as_numbers(tmp_path: Path) -> None:
     assert (encoding.output - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "mistral3"])
 def test_the_language_model_on_the_code_of_transformers(name: str, tmp_path: Path) -> None:
     model = save_vision_model(name, tmp_path / "model")
     contents = read(tmp_path / "model")

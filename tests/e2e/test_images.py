@@ -288,7 +288,8 @@ def test_answers_are_the_same_alone_in_a_batch_and_from_the_cache(
                 rounds.append(
                     list(threads.map(lambda each: served.answer(each, **fields), messages))
                 )
-            assert httpx.post(f"{daemon.url}/reset_prefix_cache").status_code == 200
+            for cache in ("prefix", "encoder"):
+                assert httpx.post(f"{daemon.url}/reset_{cache}_cache").status_code == 200
         assert daemon.metric("vllm:prefix_cache_hits_total") > 0
     tokens = [[each["choices"][0]["token_ids"] for each in answers] for answers in rounds]
     assert tokens[1:] == [tokens[0]] * 2

@@ -10,19 +10,29 @@ import torch
 
 from engine_core.request import Request
 from engine_core.scheduler.step_plan import StepPlan
+from proto.messages.lifecycle import KVGroup
 from proto.messages.logit_edits import LogitEdits
 from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.settings.config import DeviceConfig
 from tests.fakes.devices import GPU, REFERENCE
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.fake_cuda import CUDA, ExpertsWithoutTriton, FakeCuda, SameThreadExecutor
+from tests.fakes.fake_cuda import (
+    CUDA,
+    RECURRENCES_WITHOUT_TRITON,
+    ExpertsWithoutTriton,
+    FakeCuda,
+    SameThreadExecutor,
+    StatesWithoutTriton,
+)
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.stepped_engine import BLOCK, CHUNKS, NUM_BLOCKS
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
-from worker.attention.kv_cache import KVCache, kv_layout
+from worker.attention.backend import AttentionBackend
+from worker.attention.kv_cache import KVCache
+from worker.attention.state_cache import AttentionWithStates, StateCache
 from worker.batch.input_batch import InputBatch
 from worker.cuda import device as cuda_device
 from worker.cuda import flashinfer_modules
@@ -34,6 +44,7 @@ from worker.cuda.runner_builder import (
     build_runner,
     run_largest_pass,
 )
+from worker.cuda.states import CudaStates
 from worker.device import Device
 from worker.layers.layer_progress import LayerProgress
 from worker.loader import weights
@@ -72,6 +83,19 @@ SIZES: dict[str, dict[str, int]] = {
     "glm4moelite": _LATENTS | {"num_attention_heads": 5, "num_key_value_heads": 5},
 }
 """Sizes of tiny models for which there are GPU kernels."""
+STATE_SIZES: dict[str, dict[str, int]] = {
+    "qwen3next": {"head_dim": 64},
+    "mamba2": {},
+    "lfm2": {"hidden_size": 256},
+    "bamba": {"hidden_size": 256, "mamba_d_head": 64},
+    "granitehybrid": {"hidden_size": 256, "mamba_d_head": 64},
+    "falconh1": {"head_dim": 64},
+    "nemotronh-experts": {"head_dim": 64},
+    "lfm2moe": {"hidden_size": 256},
+}
+"""The same of models with recurrent states."""
+MAX_LOGGED = 8
+NUM_STATE_SLOTS = 40
 
 
 _IN_FLOAT16 = ("gptoss",)
@@ -89,7 +113,7 @@ class Model:
     def __init__(self, name: str, folder: Path) -> None:
         self.dtype = torch.float16 if name in _IN_FLOAT16 else DTYPE
         plain = CONFIGS[name]
-        config = type(plain)(**plain.to_dict() | SIZES[name])
+        config = type(plain)(**plain.to_dict() | (SIZES | STATE_SIZES)[name])
         self.own = tiny_model(config)
         self.own.save_pretrained(folder)
         self.prepared = prepare_checkpoint(folder, folder / "prepared")
@@ -102,12 +126,22 @@ class Model:
         )
 
     def cache(self, device: Device, dtype: torch.dtype | None = None) -> KVCache:
-        layout, geometry = layer_cache(self.spec, dtype or self.dtype)
+        layout, geometry = layer_cache(self.spec, dtype or self.dtype, MAX_LOGGED)
         return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device.zeros)
 
+    def cache_groups(self) -> tuple[KVGroup, ...]:
+        """The groups of the engine, that of states included."""
+        return layer_cache(self.spec, self.dtype, MAX_LOGGED)[1].groups
+
     def rows(self, count: int) -> InputBatch:
-        layout = kv_layout(self.spec.windows)
-        return InputBatch(count, self.spec.max_position, BLOCK, layout.num_groups)
+        layout, _ = layer_cache(self.spec, self.dtype)
+        return InputBatch(
+            count,
+            self.spec.max_position,
+            BLOCK,
+            layout.num_groups,
+            has_states=layout.states is not None,
+        )
 
     def prompts(self) -> dict[int, list[int]]:
         generator = torch.Generator().manual_seed(1)
@@ -141,6 +175,13 @@ class OnFakeCuda:
             self.cache = model.cache(GPU, kv_dtype)
         decoder.track_layers(progress)
         self.rows = model.rows(num_rows)
+        self.states: CudaStates | None = None
+        if (states := self.cache.layout.states) is not None:
+            accelerator: Any = cuda.device
+            self.states = StatesWithoutTriton(
+                accelerator, states, NUM_STATE_SLOTS, BLOCK, GPU.zeros
+            )
+            self.states.buffer[:, : sum(states.layer_sizes)] = float("nan")
         self.progress: list[float] = []
         experts = None
         if returns_experts:
@@ -154,6 +195,7 @@ class OnFakeCuda:
             dtype=model.dtype,
             kv_cache=self.cache,
             batch=self.rows,
+            states=self.states,
             experts=experts,
             drafter=drafter,
             adapters=model.store,
@@ -191,6 +233,8 @@ def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_device, "triton_gate", torch_gate)
     monkeypatch.setattr(cuda_device, "TritonNorm", TorchNorm)
     monkeypatch.setattr(cuda_device, "TritonExperts", ExpertsWithoutTriton)
+    monkeypatch.setattr(cuda_device, "TRITON_RECURRENCES", RECURRENCES_WITHOUT_TRITON)
+    monkeypatch.setattr(cuda_device, "CudaStates", StatesWithoutTriton)
     for module in (cuda_device, flashinfer_modules):
         monkeypatch.setattr(module, "is_hopper", lambda device: False)
     monkeypatch.setattr(cuda_device, "usable_flashinfer", lambda: None)
@@ -203,7 +247,11 @@ def host_runner(model: Model, num_rows: int, returns_experts: bool = False) -> M
     if returns_experts:
         record = record_experts(decoder, STEP_TOKENS, REFERENCE.torch_device)
         experts = RoutedExpertsCache(decoder.spec, cache, record)
-    attention = ReferenceAttention(cache, model.spec.attention_shape)
+    attention: AttentionBackend = ReferenceAttention(cache, model.spec.attention_shape)
+    if (states := cache.layout.states) is not None:
+        slots = StateCache(states, NUM_STATE_SLOTS, BLOCK)
+        slots.buffer[:, : sum(states.layer_sizes)] = float("nan")
+        attention = AttentionWithStates(attention, slots)
     rows, sampler, transfers = model.rows(num_rows), REFERENCE.sampler(), REFERENCE.transfers()
     return ModelRunner(
         decoder, attention, sampler, rows, cache, transfers, experts=experts, adapters=model.store

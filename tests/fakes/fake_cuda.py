@@ -7,20 +7,36 @@ products, also on the host, are summed in float64, so that a row's result does n
 size of the batch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.fakes.fake_device import DeviceError, DeviceTensor, FakeDevice, on_host
 from tests.worker.reference.sorted_pairs import sorted_pairs
+from worker.attention.kv_cache import StateShape
+from worker.attention.state_cache import StatePlan
 from worker.cuda.layers.adapter_slots import ProductSlots, SlotAdapters, StepRows
+from worker.cuda.layers.recurrence import (
+    TritonDeltaRule,
+    TritonMamba2,
+    TritonRecurrence,
+    TritonShortConv,
+)
 from worker.cuda.layers.triton_codes import CodedWeight, TritonCodedLinear
 from worker.cuda.layers.triton_experts import PairBlocks, Tile, TritonExperts
+from worker.cuda.states import CudaStates, StateStep
+from worker.layers.delta_rule import DeltaRuleShape
+from worker.layers.mamba2 import Mamba2Shape
+from worker.layers.scratch import ByteBuffer
+from worker.layers.short_conv import ShortConvShape
+from worker.reference.recurrence import RECURRENCES
 
 COPYING = ("tensor", "as_tensor", "asarray")
 """Functions of torch that create a tensor from host data."""
@@ -209,6 +225,100 @@ class SlotsWithoutTriton(SlotAdapters):
                 on_host(y)[rows] = after.to(y.dtype)
 
         y.owner.kernel(run)
+
+
+class StatesWithoutTriton(CudaStates):
+    """CudaStates for tensors of a FakeDevice."""
+
+    def _begin(self, step: StateStep) -> None:
+        assert isinstance(step.sources, DeviceTensor)
+
+        def run() -> None:
+            positions = on_host(self.buffer).view(torch.int32)[:, -1]
+            host = {name: on_host(getattr(step, name)) for name in StateStep.__slots__}
+            sources = host["sources"].long()
+            again = host["computed"] - positions[sources.clamp_min(0)]
+            host["again"].copy_(again.where(sources >= 0, 0))
+            end = int(host["write_start"][-1])
+            positions[host["write_slots"][:end].long()] = host["positions"][:end]
+
+        step.sources.owner.kernel(run)
+
+
+class _RecurrenceWithoutTriton(TritonRecurrence):
+    """Computes a layer in plain torch from the arrays that the kernels read."""
+
+    def __init__(self, shape: Any, weights: Any) -> None:
+        super().__init__(shape, weights)  # type: ignore[call-arg]
+        self._given = weights
+
+    def _launch(
+        self,
+        inputs: Sequence[torch.Tensor],
+        step: StateStep,
+        states: torch.Tensor,
+        max_logged: int,
+        out: torch.Tensor,
+    ) -> None:
+        assert isinstance(out, DeviceTensor)
+        tensors = {
+            name: on_host(value)
+            for name in self._given.__slots__
+            if isinstance(value := getattr(self._given, name), torch.Tensor)
+        }
+        weights = replace(self._given, **tensors)
+        reference = RECURRENCES[type(self.shape)](self.shape, weights)
+
+        def run() -> None:
+            own = on_host(states)
+            plan = plan_of(step)
+            shape = StateShape((own.shape[1],), max_logged)
+            cache: Any = SimpleNamespace(plan=plan, of_layer=lambda layer: own, shape=shape)
+            num_tokens = int(plan.query_start[-1])
+            rows = [on_host(each)[:num_tokens] for each in inputs]
+            on_host(out).zero_()
+            on_host(out)[:num_tokens] = reference.run(rows, cache, 0, ByteBuffer())
+
+        out.owner.kernel(run)
+
+
+def plan_of(step: StateStep) -> StatePlan:
+    """Return a plan that is on a FakeDevice, without added sequences."""
+    host = {name: on_host(getattr(step, name)).numpy() for name in StateStep.__slots__}
+    num_seqs = int((np.diff(host["query_start"]) > 0).sum())
+    token_start = query_start = host["query_start"][: num_seqs + 1]
+    owners = host["owners"][: query_start[-1]]
+    assert (owners == np.repeat(np.arange(num_seqs), np.diff(query_start))).all()
+    assert (host["owners"][query_start[-1] :] == -1).all()
+    if host["again"].any():
+        token_start = query_start.copy()
+        token_start[1:] += host["again"][:num_seqs].cumsum(dtype=np.int32)
+    return StatePlan(
+        query_start,
+        token_start,
+        host["sources"][:num_seqs],
+        host["write_start"][: num_seqs + 1],
+        *(host[name] for name in ("write_bases", "write_ends", "write_slots", "positions")),
+    )
+
+
+class DeltaRuleWithoutTriton(_RecurrenceWithoutTriton, TritonDeltaRule):
+    """TritonDeltaRule for tensors of a FakeDevice."""
+
+
+class Mamba2WithoutTriton(_RecurrenceWithoutTriton, TritonMamba2):
+    """TritonMamba2 for tensors of a FakeDevice."""
+
+
+class ShortConvWithoutTriton(_RecurrenceWithoutTriton, TritonShortConv):
+    """TritonShortConv for tensors of a FakeDevice."""
+
+
+RECURRENCES_WITHOUT_TRITON = {
+    DeltaRuleShape: DeltaRuleWithoutTriton,
+    Mamba2Shape: Mamba2WithoutTriton,
+    ShortConvShape: ShortConvWithoutTriton,
+}
 
 
 class CodedLinearWithoutTriton(TritonCodedLinear):

@@ -56,6 +56,7 @@ from worker.cuda.layers.adapter_slots import SlotAdapter, SlotAdapters
 from worker.cuda.runner_builder import DeviceKernels, Gpu
 from worker.cuda.sampling import draft_draw
 from worker.cuda.sampling.device_kernels import TritonDraw, TritonEdits
+from worker.cuda.states import CudaStates
 from worker.cuda.transfers import Download, Downloader
 from worker.layers.adapters import AdapterRows, AdapterTargets
 from worker.loader.adapters.build import AdapterLoader, adapted_weights
@@ -72,6 +73,8 @@ from worker.step.runner_parts import DrafterParts, RunnerParts
 
 CUDA = torch.device("cuda", 0)
 BLOCK = 4
+MAX_LOGGED = 4
+"""Tokens of a draft that states have a log of."""
 
 
 class HotPathError(RuntimeError):
@@ -166,9 +169,16 @@ def _launch_name(func: Any, args: Any) -> str:
     return str(func).removeprefix("aten.")
 
 
+def _contiguous(tensor: torch.Tensor) -> Any:
+    if tensor.is_contiguous():
+        return tensor
+    return torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)
+
+
 _OPERATORS: dict[Any, Any] = {
     torch.Tensor.copy_: torch.ops.aten.copy_,
     torch.Tensor.__invert__: torch.ops.aten.bitwise_not,
+    torch.Tensor.contiguous: _contiguous,
 }
 
 
@@ -333,6 +343,10 @@ def all_tokens_allowed(step: SchedulerOutput) -> GrammarOutput:
 
 LAUNCHED = {
     "adapters": ("reduce_block", "expand_block"),
+    "recurrence": (
+        *("begin_sequence", "convolve", "scan_mamba2", "scan_delta_rule"),
+        *("gate_and_norm", "keep_inputs"),
+    ),
     "rows": ("store_head", "norm_row", "gate_row"),
     "products": ("multiply_block", "sort_pairs", "combine"),
     "sampling": (
@@ -401,12 +415,22 @@ def build_runner(
     spec = spec_from_config(FAMILIES[family])
     adapters = FakeAdapters(watch, spec, dtype) if has_adapters else None
     decoder = make_decoder(spec, dtype, adapters and adapters.targets)
-    layout, geometry = layer_cache(spec, kv_dtype or dtype)
+    layout, geometry = layer_cache(spec, kv_dtype or dtype, MAX_LOGGED)
+    states = None
     with watch:
         if adapters is not None:
             adapters.load(1, 2, 3)
         cache = KVCache(geometry, layout, 40, BLOCK, GPU.zeros)
-    rows = InputBatch(num_rows, spec.max_position, BLOCK, layout.num_groups)
+        if layout.states is not None:
+            accelerator: Any = FakeAccelerator(watch)
+            states = CudaStates(accelerator, layout.states, 40, BLOCK, GPU.zeros)
+    rows = InputBatch(
+        num_rows,
+        spec.max_position,
+        BLOCK,
+        layout.num_groups,
+        has_states=states is not None,
+    )
     kernels = DeviceKernels(FakeLibrary, TritonStore(), TritonDraw(), TritonEdits())  # type: ignore[arg-type]
     gpu, of_draft = (
         Gpu(FakeAccelerator(watch), kernels, Sampler(TorchBackend())) for _ in range(2)
@@ -432,6 +456,7 @@ def build_runner(
             dtype=dtype,
             kv_cache=cache,
             batch=rows,
+            states=states,
             drafter=drafter,
             adapters=adapters,
         )

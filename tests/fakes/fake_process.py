@@ -36,6 +36,7 @@ from proto.messages.lifecycle import (
     DropEngine,
     EngineAlive,
     EngineReady,
+    ForgetImages,
     FrontEndReady,
     FrontEndStalled,
     NewEngine,
@@ -132,6 +133,7 @@ class FrontEnd:
         message: Message = DrainRequested(index) if self.wants_drain else DrainProgress(index, 0)
         if self.wants_aborts:
             message = AbortRequests(["cmpl-1"], "alice")
+            self.supervisor.send(ForgetImages())
         for each in [message, *self.when_idle]:
             self.supervisor.send(each)
 

@@ -40,6 +40,37 @@ _GROUPED = {"n_group": 2, "topk_group": 1}
 _WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 
+_DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_QWEN_EXPERTS: dict[str, Any] = _EXPERTS | {
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 32,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
+_MAMBA_ALONE: dict[str, Any] = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 16,
+    "n_groups": 2,
+    "state_size": 16,
+    "max_position_embeddings": 64,
+}
+
+
 def _family(architecture: str, **keys: Any) -> dict[str, Any]:
     model_type = architecture.removesuffix("ForCausalLM").lower()
     return _LLAMA | {"architectures": [architecture], "model_type": model_type} | keys
@@ -110,6 +141,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek3": _family("DeepseekV3ForCausalLM", **_LATENT, **_GROUPED, model_type="deepseek_v3"),
     "glm4moelite": _family(
         "Glm4MoeLiteForCausalLM", **_LATENT, **_GROUPED, model_type="glm4_moe_lite"
+    ),
+    "qwen3next": _family(
+        "Qwen3NextForCausalLM", **_DELTA, **_QWEN_EXPERTS, model_type="qwen3_next"
+    ),
+    "qwen35": _family("Qwen3_5ForCausalLM", **_DELTA, model_type="qwen3_5_text"),
+    "qwen35moe": _family(
+        "Qwen3_5MoeForCausalLM", **_DELTA, **_QWEN_EXPERTS, model_type="qwen3_5_moe_text"
+    ),
+    "bamba": _family("BambaForCausalLM", **_MAMBA, attn_layer_indices=[1]),
+    "falconh1": _family("FalconH1ForCausalLM", **_MAMBA, model_type="falcon_h1"),
+    "granitehybrid": _family(
+        "GraniteMoeHybridForCausalLM",
+        **_MAMBA,
+        model_type="granitemoehybrid",
+        layer_types=["mamba", "attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=48,
+    ),
+    "lfm2": _family("Lfm2ForCausalLM", layer_types=["conv", "full_attention"]),
+    "lfm2moe": _family(
+        "Lfm2MoeForCausalLM",
+        **_EXPERTS,
+        model_type="lfm2_moe",
+        layer_types=["conv", "full_attention"],
+        num_dense_layers=1,
+        num_experts=4,
+    ),
+    "mamba2": _MAMBA_ALONE,
+    "nemotronh": _family(
+        "NemotronHForCausalLM",
+        model_type="nemotron_h",
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "full_attention", "mlp", "moe"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=48,
+        mlp_hidden_act="relu2",
     ),
     "llama": _LLAMA,
     "mistral": _LLAMA

@@ -33,6 +33,7 @@ def vision_folder(name: str, folder: Path, **processor: Any) -> PreparedModel:
     vision_processor(name).tokenizer.save_pretrained(folder)
     config = {"vision_config": described.vision, **described.outside}
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "processor_config.json").write_text(json.dumps(described.settings))
     settings = json.loads(described.image_processor.to_json_string()) | processor
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return manifest(described, folder)

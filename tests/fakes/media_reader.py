@@ -23,7 +23,8 @@ class FakeLease:
 class FakeMediaReader:
     """Loads an image for any URL, with as many rows as its last digit says, else three.
 
-    calls: sources, tenant and salt of each call. num_leases: that are held. A URL that contains
+    calls: sources, tenant and salt of each call. num_leases: that are held. num_forgotten: calls of
+    `forget_unused`. A URL that contains
     "bad" is refused, and so is a uuid that no image of the same tenant and salt had.
     """
 
@@ -33,6 +34,7 @@ class FakeMediaReader:
         self.calls: list[tuple[list[ImageSource], int, str | None]] = []
         self.num_leases = 0
         self.is_closed = False
+        self.num_forgotten = 0
         self._known: dict[tuple[int, str | None, str], str] = {}
 
     @property
@@ -75,6 +77,9 @@ class FakeMediaReader:
         )
 
     def warm_up(self) -> None: ...
+
+    def forget_unused(self) -> None:
+        self.num_forgotten += 1
 
     async def close(self) -> None:
         self.is_closed = True

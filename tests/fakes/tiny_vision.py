@@ -5,8 +5,10 @@ transformers' own classes write and read them. A folder has `processor_config.js
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -88,6 +91,8 @@ _SQUARE: Final = {"height": 24, "width": 24}
 @dataclass(frozen=True)
 class VisionModel:
     """A tiny model that reads images.
+
+    Its image processor gives images of Pixtral's tower their own proportions, others are square.
 
     architecture: transformers' class. text, vision, outside: settings of the language model, of the
     tower, and beside both. image_processor: how images become pixels. processor: transformers'
@@ -194,6 +199,26 @@ _QWEN3_5: Final[dict[str, Any]] = {
     **_mrope(True, partial_rotary_factor=0.5),
 }
 
+
+def _pixtral(architecture: str, embeds: int, **outside: Any) -> VisionModel:
+    return VisionModel(
+        f"{architecture}ForConditionalGeneration",
+        _LLAMA | {"model_type": "mistral" if architecture == "Mistral3" else "llama"},
+        _TOWER | {"model_type": "pixtral", "hidden_act": "silu"},
+        {"image_token_index": IMAGE_ID, "tie_word_embeddings": False, **outside},
+        PixtralImageProcessorPil(size={"longest_edge": 24}, patch_size={"height": 4, "width": 4}),
+        "PixtralProcessor",
+        embeds,
+        {
+            "patch_size": 4,
+            "spatial_merge_size": outside.get("spatial_merge_size", 1),
+            "image_token": IMAGE,
+            "image_break_token": "<fake_token_around_image>",
+            "image_end_token": "<end_of_image>",
+        },
+    )
+
+
 VISION_MODELS: Final[dict[str, VisionModel]] = {
     "llava": _llava(
         "clip_vision_model",
@@ -226,6 +251,10 @@ VISION_MODELS: Final[dict[str, VisionModel]] = {
         {"image_seq_length": 9},
         GEMMA_PLACEHOLDER,
     ),
+    "pixtral": _pixtral(
+        "Llava", 36, vision_feature_select_strategy="full", vision_feature_layer=-1
+    ),
+    "mistral3": _pixtral("Mistral3", 9, spatial_merge_size=2),
     "qwen2_vl": _grid(
         "Qwen2VL",
         {"model_type": "qwen2_vl_text", **_mrope(False)},
@@ -318,28 +347,42 @@ def prepare_vision_model(source: Path, folder: Path) -> PreparedModel:
     return prepared_folder.write(contents, name="tiny", **names)
 
 
-def write_mmproj(model: Path, path: Path, **changes: Any) -> None:
-    """Write the vision part of a saved model as llama.cpp's converter does.
+_MMPROJ_KEYS: Final[dict[str, dict[str, int]]] = {
+    "gemma3": {"projector.scale_factor": 2},
+    "idefics3": {"projector.scale_factor": 2, "preproc_image_size": 48},
+    "mistral3": {"spatial_merge_size": 2},
+}
+"""Further keys of the vision part of a model, by its model type."""
 
-    changes: keys of the metadata without their prefix, or other values; None leaves one out.
+
+def write_mmproj(model: Path, path: Path, tensors: Sequence[str] = (), **changes: Any) -> None:
+    """Write the vision part of a saved model as llama.cpp's converters do.
+
+    tensors: names of further ones. changes: keys of the metadata without their prefix, or other
+    values; None leaves one out.
     """
     config = json.loads((model / "config.json").read_text())
-    tower, is_gemma = config["vision_config"], config["model_type"] == "gemma3"
+    tower, model_type = config["vision_config"], config["model_type"]
+    is_pixtral, is_clip = (tower["model_type"] == each for each in ("pixtral", "clip_vision_model"))
+    projector = "pixtral" if is_pixtral else "mlp" if is_clip else model_type
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type("gemma3" if is_gemma else "idefics3")
-    writer.add_vision_use_gelu(True)
+    writer.add_clip_projector_type(projector)
+    if is_pixtral:
+        writer.add_vision_use_silu(True)
+    elif not is_clip:
+        writer.add_vision_use_gelu(True)
+    layers = tower["num_hidden_layers"] - is_clip  # of LLaVA without the one that is not read
     keys = {
         "image_size": tower["image_size"],
         "patch_size": tower["patch_size"],
         "embedding_length": tower["hidden_size"],
         "feed_forward_length": tower["intermediate_size"],
-        "block_count": tower["num_hidden_layers"],
+        "block_count": layers,
         "attention.head_count": tower["num_attention_heads"],
-        "attention.layer_norm_epsilon": tower["layer_norm_eps"],
-        "projection_dim": config["text_config"]["hidden_size"],
-        "projector.scale_factor": 2,
-        **({} if is_gemma else {"preproc_image_size": 48}),
+        "attention.layer_norm_epsilon": tower.get("layer_norm_eps", 1e-5),
+        "projection_dim": 768 if is_clip else config["text_config"]["hidden_size"],
+        **_MMPROJ_KEYS.get(model_type, {}),
     }
     for key, value in (keys | changes).items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -349,12 +392,26 @@ def write_mmproj(model: Path, path: Path, **changes: Any) -> None:
         writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
     for own, weight in load_file(model / "model.safetensors").items():
-        full = own.replace("vision_tower.", "vision_tower.vision_model.")
+        full = own.removeprefix("model." if is_pixtral else "")
+        if not is_pixtral:
+            full = full.replace("vision_tower.", "vision_tower.vision_model.")
         full = full.replace("projection_weight", "projection.weight")
         theirs = names.get_name(full, try_suffixes=(".weight", ".bias"))
-        if theirs is not None and theirs.startswith(("v.", "mm.")):
-            shift = 1.0 if "soft_emb_norm" in own else 0.0  # as the converter does
-            writer.add_tensor(theirs, weight.float().numpy() + np.float32(shift))
+        if theirs is None or not theirs.startswith(("v.", "mm.")):
+            continue
+        if theirs.startswith(f"v.blk.{layers}."):
+            continue
+        if is_clip:  # in the files of the older converter
+            theirs = theirs.replace("mm.1.", "mm.0.")
+        numbers = weight.float().numpy()
+        if "soft_emb_norm" in own:  # as the converter does
+            numbers = numbers + np.float32(1.0)
+        if is_pixtral and own.endswith(("q_proj.weight", "k_proj.weight")):  # as well
+            heads = numbers.reshape(tower["num_attention_heads"], 2, -1, numbers.shape[1])
+            numbers = heads.swapaxes(1, 2).reshape(numbers.shape)
+        writer.add_tensor(theirs, numbers)
+    for name in (*tensors, *(("v.token_embd.img_break",) if is_pixtral else ())):
+        writer.add_tensor(name, np.zeros(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -385,7 +442,7 @@ def vision_processor(name: str) -> Any:
     """Return transformers' processor of a model."""
     described = VISION_MODELS[name]
     tokenizer = vision_tokenizer(described.placeholder)
-    cls = getattr(transformers, described.processor)
+    cls = _processor_class(described.processor)
     if name in GRIDS:  # without the processor of videos, which needs torchvision
         cls = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: object})
     return cls(
@@ -394,6 +451,20 @@ def vision_processor(name: str) -> Any:
         chat_template=tokenizer.chat_template,
         **described.settings,
     )
+
+
+def _processor_class(name: str) -> Any:
+    """Return a class of transformers. Pixtral's needs torchvision for one function, which is also
+    beside its image processor for Pillow.
+    """
+    if name != "PixtralProcessor":
+        return getattr(transformers, name)
+    folder = "transformers.models.pixtral"
+    sys.modules.setdefault(
+        f"{folder}.image_processing_pixtral",
+        import_module(f"{folder}.image_processing_pil_pixtral"),
+    )
+    return import_module(f"{folder}.processing_pixtral").PixtralProcessor
 
 
 def reference_inputs(

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 KERNELS = "worker.cuda.kernels"
-FILES = ("adapters", "products", "rows", "sampling")
+FILES = ("adapters", "products", "recurrence", "rows", "sampling")
 """The files of worker/cuda/kernels."""
 
 

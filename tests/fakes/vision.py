@@ -12,6 +12,7 @@ from proto.messages.multimodal import EncoderSlice, MultiModalFeature, SharedPix
 from proto.messages.prepared_model import VisionFacts
 from proto.messages.sampling_params import SamplingParams
 from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from worker.models.vision.encoder import Pixels
 from worker.step.model_runner import ModelRunner
 
 IMAGE_TOKEN = 90
@@ -47,12 +48,12 @@ class PixelEncoder:
         self.shares: list[list[float]] = []
         self.grids: list[tuple[int, ...]] = []
 
-    def begin(self, pixels: torch.Tensor, grid: tuple[int, ...]) -> PixelEncoding:
-        if pixels.dim() != 2:
+    def begin(self, pixels: Pixels, grid: tuple[int, ...]) -> PixelEncoding:
+        if len(pixels.shape) != 2:
             raise ValueError("it has no rows")
         self.shares.append([])
         self.grids.append(grid)
-        return PixelEncoding(pixels, self.shares[-1])
+        return PixelEncoding(pixels[:, :], self.shares[-1])
 
 
 def save_image(

@@ -25,6 +25,7 @@ class Sizes:
 
     experts: mixtures: number of experts, experts of a token, hidden and inner size.
     uneven_contexts: the shortest and the longest of a batch of decodes whose K and V fit beside 8B.
+    recurrent: layers of tests/gpu/states.py. state_prompt: tokens of a prompt.
     """
 
     configs: dict[str, dict[str, Any]]
@@ -55,6 +56,9 @@ class Sizes:
     answers: int = 12
     experts: tuple[tuple[int, int, int, int], ...] = ((128, 8, 2048, 768), (8, 2, 4096, 14336))
     expert_batches: tuple[int, ...] = (1, 8, 64, 512)
+    recurrent: tuple[str, ...] = ("Granite 4 micro", "Qwen3-Next", "LFM2 1.2B")
+    state_batches: tuple[int, ...] = (1, 8, 64, 256)
+    state_prompt: int = 2048
 
 
 class Hardware:
@@ -113,6 +117,14 @@ class Hardware:
             ranks = ExpertRanks(len(stacked.down))
             found["flashinfer"] = library.FlashInferExperts(module, stacked, ranks)
         return found
+
+    def states(self, shape: Any, num_slots: int, block_size: int) -> Any:
+        """The states of recurrent layers, see worker/cuda/states.py."""
+        return self.gpu.state_cache(shape, num_slots, block_size)
+
+    def recurrence(self, shape: Any, weights: Any) -> Any:
+        """A recurrent layer."""
+        return self.gpu.recurrence(shape, weights)
 
     def progress(self, num_layers: int) -> Any:
         """What records the layers of steps that are computed."""

@@ -15,13 +15,15 @@ from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.random_model import CONFIGS, random_decoder
 from tests.gpu.report import Report, demand
 from tests.gpu.timing import product_rate, read_rate
-from worker.attention.backend import AttentionInputs
+from worker.attention.backend import AttentionBackend, AttentionInputs
 from worker.attention.kv_cache import KVCache
+from worker.attention.state_cache import AttentionWithStates, StateCache
 from worker.batch.input_batch import BlockTable
 from worker.batch.step_inputs import StepInputs
 from worker.cuda.attention.flashinfer_group import Options
 from worker.cuda.attention.flashinfer_latent import create_flashinfer
 from worker.cuda.graphs import DecodeGraphs
+from worker.cuda.states import NoAttention
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
@@ -30,6 +32,8 @@ from worker.reference.attention import ReferenceAttention
 
 DTYPE = torch.bfloat16
 BLOCK = 16
+MAX_LOGGED = 4
+"""Tokens of a draft that states have a log of."""
 TOLERANCE = 2e-2
 FAMILY_TOLERANCE = 4e-2
 """Small models round more: each sum has few terms."""
@@ -39,9 +43,10 @@ PREFILL_SHARE = 0.6
 
 
 class Bench:
-    """A model, a cache of `num_tokens` tokens with random K and V, and attention.
+    """A model, a cache of `num_tokens` tokens with random K and V, states, and attention.
 
-    Not zeros, which are read faster because they take less power.
+    Not zeros, which are read faster because they take less power. A state has a slot for each block
+    of tokens.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class Bench:
         longest: int = 0,
     ) -> None:
         spec, kernels = decoder.spec, gpu.kernels()
-        layout, geometry = layer_cache(spec, DTYPE)
+        layout, geometry = layer_cache(spec, DTYPE, MAX_LOGGED)
         self.gpu = gpu
         self.decoder = decoder
         self.num_groups = layout.num_groups
@@ -61,15 +66,21 @@ class Bench:
         self.cache = KVCache(geometry, layout, num_blocks, BLOCK, gpu.gpu.zeros)
         self.cache.buffer.normal_()
         self.accelerator = gpu.accelerator()
-        self.attention = create_flashinfer(
-            self.cache,
-            spec.attention_shape,
-            DTYPE,
-            self.accelerator,
-            kernels.load_flashinfer(),
-            kernels.store,
-            Options(tuple(capture), max(capture, default=0) * -(-longest // BLOCK)),
-        )
+        self.attention: AttentionBackend = NoAttention()
+        if spec.has_attention:
+            self.attention = create_flashinfer(
+                self.cache,
+                spec.attention_shape,
+                DTYPE,
+                self.accelerator,
+                kernels.load_flashinfer(),
+                kernels.store,
+                Options(tuple(capture), max(capture, default=0) * -(-longest // BLOCK)),
+            )
+        if layout.states is not None:
+            states = gpu.states(layout.states, num_blocks, BLOCK)
+            states.reserve_graphs(max(capture, default=0))
+            self.attention = AttentionWithStates(self.attention, states)
 
     def eager(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
@@ -343,9 +354,11 @@ def _logits_on_host(
     decoder = build_decoder(spec, lambda name: weights[name].float(), torch.float32, REFERENCE)
     layout, geometry = layer_cache(spec, torch.float32)
     num_blocks = 1 + layout.num_groups * -(-len(tokens) // BLOCK)
-    attention = ReferenceAttention(
+    attention: AttentionBackend = ReferenceAttention(
         KVCache(geometry, layout, num_blocks, BLOCK), spec.attention_shape
     )
+    if layout.states is not None:
+        attention = AttentionWithStates(attention, StateCache(layout.states, num_blocks, BLOCK))
     inputs = step_inputs([len(tokens)], [len(tokens)], layout.num_groups)
     attention.plan(inputs.attention)
     hidden = decoder.forward(tokens, torch.from_numpy(inputs.positions), attention)

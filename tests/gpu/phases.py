@@ -34,6 +34,7 @@ PHASES: Final = (
     Phase("versions", "basics:versions", 20.0),
     # Never run on a GPU
     Phase("adapters", "kernels:adapters", 30.0, has_run=False),
+    Phase("states", "states:states", 30.0, has_run=False),
     Phase("filters", "kernels:filters", 40.0, has_run=False),
     Phase("splits", "probe:splits", 40.0, has_run=False),
     Phase("plain-1b", "answers:plain_1b", 40.0, has_run=False),
@@ -56,7 +57,6 @@ PHASES: Final = (
     Phase("decode-1b", "models:decode_1b", 40.0),
     Phase("decode-8b", "models:decode_8b", 40.0),
     Phase("prefill-8b", "models:prefill_8b", 40.0),
-    Phase("decode-latent", "models:decode_latent", 40.0),
     Phase("steps-8b", "serving:steps_8b", 40.0),
     Phase("answers-1b", "answers:answers_1b", 40.0),
     # Too long for the hour
@@ -68,6 +68,7 @@ PHASES: Final = (
     Phase("memory-mixed", "memory:mixed", 60.0, in_hour=False),
     Phase("memory-graphs", "memory:graphs", 60.0, in_hour=False),
     Phase("memory-overlapped", "memory:overlapped", 50.0, in_hour=False),
+    Phase("decode-latent", "models:decode_latent", 40.0, in_hour=False),
     Phase("transformers-8b", "serving:transformers_8b", 70.0, in_hour=False),
 )
 """In the order in which they run."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.copy_streams import CopyingThread, FakeStream, NoWatcher
 from tests.fakes.cuda_runner import compute_by_torch
-from tests.fakes.fake_cuda import ExpertsWithoutTriton, FakeCuda
+from tests.fakes.fake_cuda import ExpertsWithoutTriton, FakeCuda, StatesWithoutTriton
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.gpu.hardware import Hardware, Sizes, longest
 from tests.gpu.random_model import CONFIGS
@@ -72,6 +72,9 @@ SIZES = Sizes(
     answers=3,
     experts=((4, 2, 64, 32),),
     expert_batches=(1, 5),
+    recurrent=("small",),
+    state_batches=(1, 3),
+    state_prompt=20,
 )
 
 
@@ -104,6 +107,10 @@ class Rehearsal(Hardware):
 
     def experts(self, stacked: Any) -> dict[str, Any]:
         return {"without triton": ExpertsWithoutTriton(stacked, torch_gate("silu"))}
+
+    def states(self, shape: Any, num_slots: int, block_size: int) -> Any:
+        accelerator: Any = self.cuda.device
+        return StatesWithoutTriton(accelerator, shape, num_slots, block_size, self.gpu.zeros)
 
     def block_bytes(self, rows: Any) -> Any:
         stream: Any = CopyingThread(self.cuda.device)

@@ -35,7 +35,13 @@ SITES: Final = {
 GUIDE: Final = "deploy/README.md"
 SILENT: Final = "nothing that shows it"
 """HTTP/1.1 without any header: for tokend, a local program."""
-FORBIDDEN: Final = ("/pause", "/admin/drain", "/abort_requests", "/reset_prefix_cache")
+FORBIDDEN: Final = (
+    "/pause",
+    "/admin/drain",
+    "/abort_requests",
+    "/reset_prefix_cache",
+    "/reset_encoder_cache",
+)
 
 
 def guide() -> str:

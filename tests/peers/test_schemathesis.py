@@ -26,7 +26,7 @@ SETTINGS = """
 [checks.not_a_server_error]
 expected-statuses = ["2xx", "3xx", "4xx", 503, 504]
 """
-LEFT_OUT = "^/(admin/drain|pause|resume|start_profile|stop_profile|reset_prefix_cache)"
+LEFT_OUT = "^/(admin/drain|pause|resume|start_profile|stop_profile|reset_(prefix|encoder)_cache)"
 EXAMPLES = int(os.environ.get("TOKEND_SCHEMATHESIS_EXAMPLES", "15"))
 """Requests for each route and phase."""
 

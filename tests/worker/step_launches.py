@@ -18,6 +18,7 @@ from proto.messages.logit_edits import LogitEdits
 from proto.messages.scheduler_output import SchedulerOutput
 from tests.fakes.fake_cuda_step import HotPath, all_tokens_allowed, build_runner, watched
 from tests.fakes.step_messages import StepMessages
+from worker.attention.kv_cache import KVLayout
 
 FILE: Final = Path(__file__).with_name("step_launches.json")
 _EDITS: Final = LogitEdits(
@@ -40,6 +41,8 @@ _MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "gemma3": ("gemma3", {}),
     "mixtral without graphs": ("mixtral", {"enforce_eager": True}),
     "deepseek3 without graphs": ("deepseek3", {"enforce_eager": True}),
+    "granitehybrid": ("granitehybrid", {}),
+    "qwen3next without graphs": ("qwen3next", {"enforce_eager": True}),
     "llama with a draft model": ("llama", {"has_draft_model": True}),
     "llama with adapters": ("llama", {"has_adapters": True}),
     "llama with adapters, without graphs": (
@@ -49,9 +52,10 @@ _MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def _script(num_groups: int, has_draft_model: bool) -> Iterator[tuple[str, SchedulerOutput]]:
+def _script(layout: KVLayout, has_draft_model: bool) -> Iterator[tuple[str, SchedulerOutput]]:
     """Yield steps that follow each other, with names; "" for one that is not counted."""
-    steps = StepMessages(num_groups, num_pages=4)
+    has_states = layout.states is not None
+    steps = StepMessages(layout.num_block_groups, 12 if has_states else 4, has_states)
     yield "two prompts", steps.next_step({1: range(5), 2: range(7)})
     if has_draft_model:
         look = {"lookahead_seq_ids": [1, 2], "num_lookahead_tokens": [2, 2]}
@@ -97,7 +101,7 @@ def launches_of(watch: HotPath, family: str, **settings: Any) -> dict[str, dict[
     if settings.get("has_adapters"):
         script = _script_with_adapters(cache.layout.num_groups)
     else:
-        script = _script(cache.layout.num_groups, settings.get("has_draft_model", False))
+        script = _script(cache.layout, settings.get("has_draft_model", False))
     with watch:
         for name, step in script:
             watch.launches.clear()

@@ -42,6 +42,10 @@ def test_the_pool_takes_the_memory_left_by_weights_and_the_largest_step() -> Non
     # 72 of 80 GiB may be used; 20 are in use, and a step takes one more.
     assert device.free_bytes(CacheConfig()) == 72 * GIB - 20 * GIB
     assert device.kv_cache_bytes(CacheConfig(), 0, peak) == 72 * GIB - 20 * GIB - GIB
+    beside_states = device.kv_cache_bytes(CacheConfig(), 0, peak, 5 * GIB)
+    assert beside_states == 72 * GIB - 20 * GIB - GIB - 5 * GIB
+    with pytest.raises(ConfigError, match=r"states of 60\.00 GiB and the largest step needs"):
+        device.kv_cache_bytes(CacheConfig(), 0, peak, 60 * GIB)
 
 
 def test_a_pool_without_memory_is_an_error_with_all_sizes() -> None:

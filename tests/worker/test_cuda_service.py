@@ -129,9 +129,9 @@ def running(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
         worker.engine.close()
 
 
-def steps(num_decodes: int) -> list[SchedulerOutput]:
+def steps(num_decodes: int, num_groups: int = 1) -> list[SchedulerOutput]:
     """Steps of a prompt and decodes; decodes are sent before their tokens are known."""
-    request = new_request(1, PROMPT, [[1, 2, 3, 4]], len(PROMPT))
+    request = new_request(1, PROMPT, [[1, 2, 3, 4]] * num_groups, len(PROMPT))
     nothing = CachedRequestData([], [], [], [], [], [])
     found = [scheduler_output(1, [request], nothing, len(PROMPT))]
     for index in range(num_decodes):
@@ -177,6 +177,37 @@ def test_a_cuda_worker_runs_steps_before_their_tokens_are_known(
     assert [each.sampled_token_ids for each in found] == wanted
     shown = [each for each in running.received if isinstance(each, Progress)]
     assert Progress("worker", 0, "capturing graphs", 1.0) in shown
+
+
+def test_slots_for_states_are_part_of_the_memory_beside_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model("lfm2", tmp_path)
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        running = Running(model, run_dir, monkeypatch)
+        ready = running.expect(WorkerReady)
+        slots = ready.num_state_slots
+        assert slots == 1 + 4 * 3, "twice the two of each sequence"
+        states_bytes = slots * ready.geometry.state_bytes
+        assert states_bytes > 0
+        assert ready.kv_cache_bytes == 72 * GIB - 10 * GIB - GIB - states_bytes
+        running.engine.send(
+            InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 64, num_state_slots=slots)
+        )
+        running.expect(CacheReady)
+        sent = steps(num_decodes=6, num_groups=2)
+        for step in sent:
+            running.engine.send(step)
+        found = [running.expect(ModelRunnerOutput) for _ in sent]
+        assert running.cuda.device.num_replays == 6
+        running.supervisor.send(Shutdown())
+        running.thread.join(LIMIT_SECONDS)
+        running.supervisor.close()
+        running.engine.close()
+    with FakeCuda(), torch.inference_mode():
+        runner = host_runner(model, 3)
+        wanted = [runner.execute(step).sampled_token_ids for step in sent]
+    assert [each.sampled_token_ids for each in found] == wanted
 
 
 def test_masks_arrive_while_the_model_computes(running: Running) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
 from proto.messages.multimodal import EncoderSlice, MultiModalFeature, SharedPixels
 from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
 from tests.fakes.vision import PixelEncoder, save_image
-from worker.step.encoder_cache import EncoderCache, read_pixels
+from worker.models.vision.encoder import Pixels
+from worker.step.encoder_cache import EncoderCache, PixelFile
 
 HIDDEN = 4
 
@@ -144,7 +144,7 @@ def test_an_image_for_which_memory_is_missing_fails_alone(
     cache = Cache(tmp_path, first, second)
     begin, calls = cache.encoder.begin, list[bool]()
 
-    def begin_second(pixels: torch.Tensor, grid: tuple[int, ...]) -> object:
+    def begin_second(pixels: Pixels, grid: tuple[int, ...]) -> object:
         calls.append(True)
         if len(calls) == 1:
             raise MemoryError
@@ -157,6 +157,21 @@ def test_an_image_for_which_memory_is_missing_fails_alone(
 
 def test_pixels_are_little_endian_float32(tmp_path: Path) -> None:
     (tmp_path / "0.1").write_bytes(bytes([0, 0, 128, 63, 0, 0, 0, 192]))
-    assert read_pixels(str(tmp_path), SharedPixels("0.1", (1, 2))).tolist() == [[1.0, -2.0]]
+    assert PixelFile(str(tmp_path), SharedPixels("0.1", (1, 2)))[:, :].tolist() == [[1.0, -2.0]]
     with pytest.raises(ValueError, match="8 bytes, 4 are needed"):
-        read_pixels(str(tmp_path), SharedPixels("0.1", (1,)))
+        PixelFile(str(tmp_path), SharedPixels("0.1", (1,)))
+
+
+def test_parts_of_pixels_are_those_of_a_tensor(tmp_path: Path) -> None:
+    numbers = np.arange(2 * 3 * 5 * 4, dtype="<f4").reshape(2, 3, 5, 4)
+    numbers.tofile(tmp_path / "0.1")
+    pixels = PixelFile(str(tmp_path), SharedPixels("0.1", numbers.shape))
+    for part in (
+        np.s_[:, :, :, :],
+        np.s_[1:, 0:2, 2:4, 1:3],
+        np.s_[:1, 2:3, 4:9, :2],
+        np.s_[:, :, 0:0, :],
+    ):
+        assert np.array_equal(pixels[part].numpy(), numbers[part])
+    tile = PixelFile(str(tmp_path), SharedPixels("0.1", (6, 5, 4)))
+    assert np.array_equal(tile[:, 2:3, :, :].numpy(), numbers.reshape(1, 6, 5, 4)[:, 2:3])

@@ -117,15 +117,7 @@ def test_experts_on_hopper_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.suite("rehearsal")
 def test_the_stored_operators_are_those_of_all_families() -> None:
     found = {each["architectures"][0] for each in FAMILIES.values()}
-    on_cpus_only = {
-        *("qwen3next", "qwen35", "qwen35moe", "bamba", "falconh1", "granitehybrid"),
-        *("lfm2", "lfm2moe", "mamba2", "nemotronh"),
-    }
-    assert found == {
-        name
-        for name, family in SUPPORTED.items()
-        if not family.is_encoder and family.module not in on_cpus_only
-    }
+    assert found == {name for name, family in SUPPORTED.items() if not family.is_encoder}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         found = operators.text_of(seen_operators())

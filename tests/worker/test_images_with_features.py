@@ -9,14 +9,17 @@ import torch
 
 from engine_core.request import Request
 from proto.errors import ConfigError
+from tests.fakes.devices import CPU
 from tests.fakes.drafted_engine import joined
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.events import num_cached_tokens
+from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
 from tests.fakes.tiny_vision import GRIDS
 from tests.worker.test_images import BLOCK, Case
 from worker.loaded_model import LoadedDraft, LoadedModel
 from worker.models.decoder import Decoder
 from worker.plan.draft_settings import draft_cache
+from worker.speculation.eagle_head import load_head, read_head
 
 TEXTS: Final[dict[str, dict[str, Any]]] = {
     "lfm2": {
@@ -165,3 +168,53 @@ def with_draft(loaded: LoadedModel) -> LoadedModel:
         attention_kernels=loaded.attention_kernels,
     )
     return replace(loaded, draft=draft)
+
+
+@pytest.mark.parametrize(("name", "method"), [("llava", "eagle3"), ("gemma3", "eagle")])
+def test_a_head_of_eagle_changes_no_token(name: str, method: str, tmp_path: Path) -> None:
+    """It reads the target's states of image tokens, and is asked beside drafts of another kind."""
+    case = Case(name, tmp_path)
+    loaded, num_outputs = case.load(), 40
+    expected = case.expected(num_outputs)
+
+    def answer(request: Request, num_tokens: int) -> list[int]:
+        first = request.num_output_tokens
+        return expected[first : first + num_tokens] or [5]
+
+    drafting = SyntheticDrafts(0.4, answer, vocab_size=case.prepared.vocab_size)
+    drafting.has_draft_model = True
+    loaded = with_head(loaded, method, tmp_path / "head")
+    harness = case.engine(loaded, drafting=drafting, max_num_batched_tokens=70)
+    requests = []
+    for _ in range(3):
+        requests += case.add(harness, num_outputs)
+        harness.step()
+    harness.run()
+    assert [harness.tokens_of(each) for each in requests] == [expected] * 3
+    assert 10 < drafting.num_accepted < drafting.num_drafted
+    assert drafting.num_proposed > 0
+
+
+def with_head(loaded: LoadedModel, method: str, folder: Path) -> LoadedModel:
+    """Return a model with a random head."""
+    target = loaded.model
+    assert isinstance(target, Decoder)
+    sizes = {"hidden_size": target.spec.hidden_size, "vocab_size": target.spec.vocab_size}
+    config = head_config(method, max_position_embeddings=512, **sizes)
+    draft = prepare_head(save_head(folder, config, head_tensors(method, config)))
+    spec = read_head(method, draft, target.spec, CPU)
+    head = load_head(draft, spec, target, torch.float32, CPU, loaded.weight_format)
+    layout, geometry = spec.cache(torch.float32)
+    return replace(
+        loaded,
+        draft=LoadedDraft(
+            method=method,
+            model=head,
+            weight_format=loaded.weight_format,
+            layout=layout,
+            geometry=geometry,
+            max_model_len=512,
+            weights_sample="",
+            attention_kernels=loaded.attention_kernels,
+        ),
+    )

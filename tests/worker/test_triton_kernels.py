@@ -35,9 +35,9 @@ def norm(adds: bool, centered: bool = False, biased: bool = False) -> Kernel:
     return Kernel("rows.norm_row", signature, constants)
 
 
-def gate(gelu: bool, gated: bool = True, clamped: bool = False) -> Kernel:
+def gate(activation: str, gated: bool = True) -> Kernel:
     signature = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
-    constants = {"gelu": gelu, "clamped": clamped, "gated": gated, "block": 1024}
+    constants = {"activation": activation, "gated": gated, "block": 1024}
     return Kernel("rows.gate_row", signature, constants)
 
 
@@ -100,6 +100,81 @@ EXPANDED_ROWS = Kernel(
 )
 
 
+_STEP = dict.fromkeys(("query_start", "sources", "again", "write_start"), "*i32")
+_SEQUENCES = dict.fromkeys(("query_start", "sources", "again", "owners"), "*i32")
+
+
+def recurrences() -> list[Kernel]:
+    """Those of Qwen3-Next, Granite 4 and LFM2, whose inputs have 16 bits."""
+    inputs = {"rows": "*bf16", "states": "*fp32"}
+    writes = dict.fromkeys(("write_bases", "write_slots"), "*i32")
+    sizes = ("row_stride", "slot_stride", "inputs_at", "column", "factor_column", "channels")
+    scan = {"mixed": "*fp32", "gates": "*bf16", "states": "*fp32", "output": "*fp32"}
+    scan |= dict.fromkeys(("decays", "time_bias"), "*fp32") | _STEP | writes
+    scan |= dict.fromkeys(("gate_stride", "slot_stride", "gates_at", "heads", "parts"), "i32")
+    scan |= dict.fromkeys(("channels", "num_tokens", "max_logged"), "i32")
+    of_mamba = {"skip": "*fp32", "time_factor": "fp32"}
+    of_mamba |= dict.fromkeys(("head_size", "heads_of_group", "groups"), "i32")
+    of_delta = {"query_scale": "fp32"} | dict.fromkeys(("value_size", "key_heads"), "i32")
+    tile = {"block_rows": 128, "block_columns": 16, "tile_columns": 32}
+    one_warp = {"num_warps": 1}
+    return [
+        Kernel(
+            "recurrence.begin_sequence",
+            {"slot_positions": "*i32", "slot_stride": "i32"}
+            | dict.fromkeys(("sources", "computed", "again"), "*i32")
+            | dict.fromkeys(("write_start", "write_slots", "positions"), "*i32"),
+            {},
+            one_warp,
+        ),
+        *(
+            Kernel(
+                "recurrence.convolve",
+                inputs
+                | {"weights": "*fp32", "bias": "*fp32", "mixed": mixed}
+                | _SEQUENCES
+                | dict.fromkeys((*sizes, "gate_column", "num_tokens", "max_logged"), "i32"),
+                {"taps": 4, "biased": biased, "activated": not multiplied}
+                | {"multiplied": multiplied, "block": 256},
+            )
+            for mixed, biased, multiplied in (
+                ("*fp32", False, False),
+                ("*fp32", True, False),
+                ("*bf16", True, True),
+            )
+        ),
+        Kernel("recurrence.scan_mamba2", scan | of_mamba, tile | {"state_size": 128}, one_warp),
+        Kernel(
+            "recurrence.scan_delta_rule",
+            scan | of_delta,
+            tile | {"key_size": 128, "tiled": False},
+            one_warp,
+        ),
+        *(
+            Kernel(
+                "recurrence.gate_and_norm",
+                {"output": "*fp32", "rows": "*bf16", "weight": "*fp32", "owners": "*i32"}
+                | {"out": "*bf16", "row_stride": "i32", "gate_column": "i32"}
+                | {"gate_factor": "fp32", "width": "i32", "weight_step": "i32", "eps": "fp32"},
+                {"norm_first": norm_first, "normed": normed, "block": 4096},
+            )
+            for norm_first, normed in ((False, True), (True, True), (False, False))
+        ),
+        *(
+            Kernel(
+                "recurrence.keep_inputs",
+                inputs
+                | {"gates": "*bf16", "write_ends": "*i32", "gate_stride": "i32"}
+                | _STEP
+                | writes
+                | dict.fromkeys((*sizes, "gates_at", "numbers"), "i32"),
+                {"taps": 4, "multiplied": multiplied, "block": 256},
+            )
+            for multiplied in (False, True)
+        ),
+    ]
+
+
 def filters() -> list[Kernel]:
     """The kernels that find the cuts of 128,256 tokens."""
     row = {"logits": "*fp32", "temperatures": "*fp32", "rows": "*i64"}
@@ -155,8 +230,9 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     stores = [store((size, size), *dtypes) for size in (64, 128, 256) for dtypes in KV_DTYPES]
     stores.append(store((512, 64), "bf16", "bf16", 0.0))
     norms = [norm(False), norm(True), norm(False, centered=True), norm(True, True, biased=True)]
-    gates = [gate(False), gate(True), gate(True, gated=False), gate(False, clamped=True)]
-    others = [*norms, *gates, SORTED_PAIRS, COMBINED, EDITED_ROWS, LISTED_EDITS]
+    gates = [gate(each) for each in ("silu", "gelu_tanh", "gelu", "sigmoid", "swiglu_oai")]
+    gates += [gate(each, gated=False) for each in ("gelu_tanh", "relu2")]
+    others = [*norms, *gates, *recurrences(), SORTED_PAIRS, COMBINED, EDITED_ROWS, LISTED_EDITS]
     products = [
         coded(4, 16, has_zeros=True),
         coded(4, 64, biased=True),

@@ -130,18 +130,18 @@ class StateCache:
         self._layers = self.buffer[:, : sum(shape.layer_sizes)].split_with_sizes(
             shape.layer_sizes, 1
         )
-        self._positions: NDArray[np.int32] | None = None
-        if shape.max_logged:
-            self._positions = self.buffer.numpy()[:, -1:].view(np.int32)[:, 0]
         self.plan: StatePlan | None = None
 
     def plan_step(self, inputs: AttentionInputs) -> None:
         """Note which slots a step reads and writes; called once before its layers run."""
-        self.plan = plan = plan_states(inputs, self.block_size, self._positions)
-        if self._positions is None:
-            assert inputs.num_drafts is None or not inputs.num_drafts.any(), "states have no log"
+        positions: NDArray[np.int32] | None = None
+        if self.shape.max_logged:
+            positions = self.buffer.numpy()[:, -1:].view(np.int32)[:, 0]
         else:
-            self._positions[plan.write_slots] = plan.positions
+            assert inputs.num_drafts is None or not inputs.num_drafts.any(), "states have no log"
+        self.plan = plan = plan_states(inputs, self.block_size, positions)
+        if positions is not None:
+            positions[plan.write_slots] = plan.positions
 
     def of_layer(self, layer: int) -> torch.Tensor:
         """Return the states of a layer in all slots, float32 [num_slots, its size]; a view."""

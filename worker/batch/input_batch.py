@@ -704,12 +704,14 @@ def dummy_inputs(
     num_seqs: int,
     table: BlockTable,
     query_split: QuerySplit = QuerySplit.NONE,
+    *,
+    has_states: bool = False,
 ) -> StepInputs:
     """Return a step of dummy sequences of token 0, all in block 0, the null block.
 
     Each sequence begins in this step, with at most as many tokens as a row of the table has.
     query_split: of the attention backend; with ALL, block tables are as wide as they can be, since
-    each token has one.
+    each token has one. has_states: the last group is that of states, which is not split.
     """
     counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int32)
     counts[: num_tokens % num_seqs] += 1
@@ -719,6 +721,7 @@ def dummy_inputs(
     positions = np.arange(num_tokens) - np.repeat(query_start[:-1], counts)
     blocks = np.zeros((num_seqs, -(-int(counts.max()) // table.block_size)), dtype=np.int32)
     attention = AttentionInputs(query_start, counts, blocks, positions % table.block_size)
+    states = (attention,) if has_states else ()
     if query_split is QuerySplit.ALL:
         attention = AttentionInputs(
             np.arange(num_tokens + 1, dtype=np.int32),
@@ -736,7 +739,7 @@ def dummy_inputs(
         num_computed=np.zeros_like(counts),
         sample_start=sample_start,
         sample_tokens=sample_tokens,
-        attention=(attention,) * table.num_groups,
+        attention=(attention,) * (table.num_groups - len(states)) + states,
     )
 
 

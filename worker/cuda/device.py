@@ -27,6 +27,8 @@ from proto.settings.config import (
     ServeConfig,
     memory_size,
 )
+from worker.attention.kv_cache import StateShape
+from worker.attention.state_cache import StateCache
 from worker.batch.transfers import Transfers
 from worker.cpu.sampling import create_sampler
 from worker.cuda.accelerator import Accelerator, CopyStream
@@ -39,6 +41,7 @@ from worker.cuda.formats import FixedRowsFormat, GpuFormat, multiplies_blocks
 from worker.cuda.layers.adapter_slots import SlotAdapters
 from worker.cuda.layers.dense_linear import StackedHeadLinears
 from worker.cuda.layers.flashinfer_kernels import (
+    GATES,
     FlashInferExperts,
     FlashInferNorm,
     flashinfer_gate,
@@ -47,6 +50,7 @@ from worker.cuda.layers.flashinfer_kernels import (
     takes_experts,
     usable_flashinfer,
 )
+from worker.cuda.layers.recurrence import TRITON_RECURRENCES
 from worker.cuda.layers.triton_experts import TritonExperts
 from worker.cuda.layers.triton_kernels import TritonNorm, triton_gate
 from worker.cuda.runner_builder import (
@@ -58,9 +62,11 @@ from worker.cuda.runner_builder import (
     run_largest_step,
 )
 from worker.cuda.sampling.device_kernels import TritonDraw, TritonEdits
+from worker.cuda.states import CudaStates
 from worker.cuda.transfers import QueuedTransfers
 from worker.device import DTYPES, Device, ModelSetup
 from worker.layers.activation import Activation, Gate
+from worker.layers.activation import is_gated as has_gate
 from worker.layers.experts import ExpertRanks, Experts, StackedWeights
 from worker.layers.linear import DenseLinear, HeadLinears, Linear
 from worker.layers.norm import Norm, NormWeight
@@ -196,7 +202,7 @@ class CudaDevice(Device):
         """Accept every dtype; attention backends refuse the ones they cannot read."""
 
     def refuse(self, setup: ModelSetup) -> None:
-        """Raise ConfigError for images, states, latents without kernels, and some adapters."""
+        """Raise ConfigError for images, latents without kernels, and some adapters."""
         spec, lora = setup.spec, setup.config.lora
         if lora.enable_lora and isinstance(spec, TransformersSpec):
             raise ConfigError(
@@ -214,12 +220,6 @@ class CudaDevice(Device):
             raise ConfigError(
                 f"--lora-target-modules {tables[0]}: on a GPU adapters change neither embedding "
                 "nor head: --device cpu is needed"
-            )
-        if spec.state_layers:
-            raise ConfigError(
-                f"{setup.prepared.architecture} has layers with a recurrent state, which runs on a "
-                "CPU only so far: --device cpu is needed",
-                "device",
             )
         if spec.attention_shape.latent_dim:
             shard = shard_model(spec, setup.num_ranks)[setup.ranks.start].spec
@@ -352,25 +352,26 @@ class CudaDevice(Device):
         """Return all of it: --gpu-memory-utilization leaves a share already."""
         return left
 
-    def kv_cache_bytes(self, config: CacheConfig, planned: int, peak: int) -> int:
+    def kv_cache_bytes(self, config: CacheConfig, planned: int, peak: int, states: int = 0) -> int:
         """Return the planned size of a pool with a setting, else all that is left now."""
         free, total = self._runtime.memory()
-        left = self.free_bytes(config) - peak
+        left = self.free_bytes(config) - peak - states
+        beside = f"the states of {memory_size(states)} and " if states else ""
         if config.pool_setting is not None:
             if planned > left:
                 raise ConfigError(
                     f"the KV pool of {planned} bytes ({memory_size(planned)}) is more than the "
                     f"{left} bytes ({memory_size(left)}) of the device's memory that are free "
-                    "beside the largest step",
+                    f"beside {beside}the largest step",
                     config.pool_setting,
                 )
             return planned
         if left <= 0:
             raise ConfigError(
                 f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves nothing for the "
-                f"KV pool: it allows {left + peak + total - free} bytes of {total} "
+                f"KV pool: it allows {left + peak + states + total - free} bytes of {total} "
                 f"({memory_size(total)}), {total - free} ({memory_size(total - free)}) are taken "
-                f"and the largest step needs {peak} ({memory_size(peak)})"
+                f"and {beside}the largest step needs {peak} ({memory_size(peak)})"
             )
         return left
 
@@ -409,7 +410,7 @@ class CudaDevice(Device):
 
     def gate(self, name: Activation, is_gated: bool = True) -> Gate:
         library, own = usable_flashinfer(), triton_gate(name, is_gated)
-        has_kernel = library is not None and is_gated and name in ("silu", "gelu_tanh")
+        has_kernel = library is not None and is_gated and name in GATES
         return flashinfer_gate(library, name, own) if has_kernel else own
 
     def step_adapters(self) -> SlotAdapters:
@@ -426,10 +427,14 @@ class CudaDevice(Device):
         fits = library is not None and takes_experts(stacked, activation, ranks)
         if fits and has_prebuilt_experts():
             return FlashInferExperts(library, stacked, ranks)
-        return TritonExperts(stacked, self.gate(activation), ranks.first)
+        return TritonExperts(stacked, self.gate(activation, has_gate(activation)), ranks.first)
 
     def recurrence(self, shape: RecurrenceShape, weights: object) -> Recurrence:
-        raise AssertionError("models with recurrent states are refused")
+        return TRITON_RECURRENCES[type(shape)](shape, weights)
+
+    def state_cache(self, shape: StateShape, num_slots: int, block_size: int) -> StateCache:
+        accelerator = Accelerator(self.torch_device)
+        return CudaStates(accelerator, shape, num_slots, block_size, self.zeros)
 
     # ---- Steps ----
 

@@ -21,6 +21,7 @@ from worker.cuda.attention.flashinfer import EIGHT_BITS, load_library, refuse_un
 from worker.cuda.attention.flashinfer_ragged import padded_dim
 from worker.cuda.flashinfer_library import VERSION, latent_module
 from worker.cuda.layers.flashinfer_kernels import (
+    GATES,
     SIXTEEN_BITS,
     has_prebuilt_experts,
     import_flashinfer,
@@ -115,7 +116,7 @@ def _attends(
     config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> bool:
     """Return whether attention runs on FlashInfer; raises ConfigError if it must and cannot."""
-    if config.attention_backend not in ("auto", "flashinfer"):
+    if config.attention_backend not in ("auto", "flashinfer") or not spec.has_attention:
         return False
     shape = spec.attention_shape
     try:
@@ -141,7 +142,7 @@ def _modules(
 
     yield norm.gen_norm_module()
     mlps = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec | MoeSpec)]
-    for name in sorted({mlp.activation for mlp in mlps}):
+    for name in sorted({mlp.activation for mlp in mlps if mlp.is_gated} & GATES):
         yield activation.gen_act_and_mul_module(name)
     if _has_fused_experts(spec):
         from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module

@@ -8,8 +8,8 @@ batch sizes. A step uses the next larger graph and leaves the rest of its rows e
 
 A draft is more rows of its sequence, so steps that verify drafts use the same graphs. Before a
 replay the step's values are copied to fixed addresses: token ids and positions here, slots
-and plans by the attention backend. Steps with prefills, and steps with more sequences than the
-largest graph, run kernel by kernel.
+and plans by the attention backend and by the states of recurrent layers. Steps with prefills, and
+steps with more sequences than the largest graph, run kernel by kernel.
 
 A model that is served with adapters has two graphs of each size: that of steps without adapters has
 no kernel of adapters. Steps in which adapters multiply outputs (DoRA) run kernel by kernel.
@@ -24,10 +24,12 @@ import torch
 
 from proto.settings.config import memory_size
 from worker.attention.backend import AttentionBackend, AttentionInputs
+from worker.attention.state_cache import AttentionWithStates
 from worker.batch.input_batch import BlockTable, dummy_inputs
 from worker.cuda.accelerator import Accelerator
 from worker.cuda.attention.paged_batch import pad_decodes
 from worker.cuda.layers.adapter_slots import SlotAdapters
+from worker.cuda.states import CudaStates
 from worker.models.decoder import Decoder
 
 logger = logging.getLogger("tokend.graphs")
@@ -99,10 +101,10 @@ class DecodeGraphs:
     def _capture_size(
         self, size: int, inputs: Sequence[AttentionInputs], *, has_adapters: bool = False
     ) -> None:
-        self._attention.plan(inputs)
+        self._plan(inputs, size)
         # Run once without recording: a graph must not contain what kernels set up at first.
         self._forward(size)
-        self._attention.plan(inputs)
+        self._plan(inputs, size)
         self._graphs[size, has_adapters] = self._accelerator.capture(lambda: self._forward(size))
 
     def fits(self, inputs: Sequence[AttentionInputs]) -> bool:
@@ -127,13 +129,23 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= count)
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
-        self._attention.plan([pad_decodes(group, size) for group in inputs])
+        self._plan(inputs, size)
         has_adapters = self._adapters is not None and bool(self._adapters.groups)
         if self._adapters is not None and has_adapters:
             self._adapters.fill_graph(size)
         graph, hidden = self._graphs[size, has_adapters]
         graph.replay()
         return hidden[:count]
+
+    def _plan(self, inputs: Sequence[AttentionInputs], size: int) -> None:
+        """Plan a step for the graph of this size; with states their group is the last."""
+        attention = self._attention
+        if isinstance(attention, AttentionWithStates):
+            assert isinstance(attention.states, CudaStates)
+            *inputs, of_states = inputs
+            attention.states.plan_graph(of_states, size)
+            attention = attention.attention
+        attention.plan([pad_decodes(group, size) for group in inputs])
 
     def _forward(self, size: int) -> torch.Tensor:
         return self._model.forward(self._token_ids[:size], self._positions[:size], self._attention)

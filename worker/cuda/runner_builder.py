@@ -13,6 +13,7 @@ import torch
 
 from proto.errors import ConfigError
 from worker.attention.backend import AttentionBackend, AttentionInputs
+from worker.attention.state_cache import AttentionWithStates
 from worker.batch.input_batch import InputBatch
 from worker.cuda.accelerator import Accelerator
 from worker.cuda.async_runner import AsyncModelRunner, CudaModelRunner
@@ -30,6 +31,7 @@ from worker.cuda.sampling.device_kernels import (
 )
 from worker.cuda.sampling.device_sampler import DeviceDraw, DeviceSampler, largest_params
 from worker.cuda.sampling.draft_draw import DeviceDraftDraw
+from worker.cuda.states import CudaStates, NoAttention
 from worker.cuda.transfers import QueuedTransfers
 from worker.models.decoder import Decoder
 from worker.reference.attention import ReferenceAttention
@@ -260,24 +262,40 @@ def _capture(
     sizes: tuple[int, ...],
 ) -> DecodeGraphs | None:
     """Capture graphs of decodes of these sizes, if attention can be captured."""
-    if not sizes or not isinstance(attention, FlashInferAttention):
+    backend = attention.attention if isinstance(attention, AttentionWithStates) else attention
+    if not sizes or not isinstance(backend, FlashInferAttention | NoAttention):
         return None
     assert isinstance(parts.model, Decoder)
     graphs = DecodeGraphs(parts.model, attention, gpu.accelerator, sizes)
-    graphs.capture(batch.block_table, parts.show_captured, len(parts.kv_cache.layout.windows))
+    graphs.capture(batch.block_table, parts.show_captured, parts.kv_cache.layout.num_groups)
     return graphs
 
 
 def _create_attention(
     gpu: Gpu, parts: RunnerParts | DrafterParts, batch: InputBatch, sizes: tuple[int, ...]
 ) -> AttentionBackend:
-    """Return the attention of a model, for graphs of these sizes.
+    """Return the attention of a model, with its states, for graphs of these sizes."""
+    attention = _create_backend(gpu, parts, batch, sizes)
+    if not isinstance(parts, RunnerParts) or parts.states is None:
+        return attention
+    if sizes:
+        assert isinstance(parts.states, CudaStates)
+        parts.states.reserve_graphs(max(sizes))
+    return AttentionWithStates(attention, parts.states)
+
+
+def _create_backend(
+    gpu: Gpu, parts: RunnerParts | DrafterParts, batch: InputBatch, sizes: tuple[int, ...]
+) -> AttentionBackend:
+    """Return the backend of the layers with attention.
 
     In plain torch for heads that no kernel computes, unless a setting forbids it: ConfigError.
     """
     config, shape, cache = parts.config, parts.model.spec.attention_shape, parts.kv_cache
     if config.attention_backend == "cpu":
         raise ConfigError("--attention-backend cpu needs --device cpu")
+    if not parts.model.spec.has_attention:
+        return NoAttention()
     try:
         refuse_unsupported(shape, parts.dtype, cache.dtype)
         library = gpu.kernels.load_flashinfer()

@@ -174,7 +174,7 @@ class HostDevice(Device):
         """Return DEFAULT_POOL_SHARE of it: other programs take more now and then."""
         return int(left * DEFAULT_POOL_SHARE)
 
-    def kv_cache_bytes(self, config: CacheConfig, planned: int, peak: int) -> int:
+    def kv_cache_bytes(self, config: CacheConfig, planned: int, peak: int, states: int = 0) -> int:
         """Return the planned size: weights of mapped files would count as free memory now."""
         return planned
 

@@ -13,6 +13,7 @@ from worker.layers.linear import Linear
 from worker.layers.norm import Norm, NormWeight
 from worker.loader.files import TensorFiles, entries_by_name, read_vision_index
 from worker.models.layer_device import LayerDevice
+from worker.models.parts import HeadRows
 from worker.models.registry import read_config
 from worker.models.vision import vision_spec
 from worker.models.vision.encoder import VisionEncoder, VisionWeights, tower_attention, unit_rows
@@ -91,6 +92,14 @@ def load_vision(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevice
     return encoder
 
 
+def _head_rows(spec: VisionSpec) -> HeadRows | None:
+    """Return the order of the rows of rotating heads in files; None for that of this program."""
+    if not isinstance(spec, TileSpec) or spec.tower.rope is None:
+        return None
+    tower = spec.tower
+    return HeadRows(tower.head_dim, tower.head_dim, spec.tower.rope.interleaved_in)
+
+
 class _FileWeights(VisionWeights):
     """Reads the tensors of a vision part and builds layers of them."""
 
@@ -99,8 +108,8 @@ class _FileWeights(VisionWeights):
     ) -> None:
         index = read_vision_index(prepared)
         self._files, self._entries = TensorFiles(index), entries_by_name(index)
-        self._is_gguf = index.format == "gguf"
-        self._shapes = spec.weights()
+        self._format = index.format
+        self._shapes, self._head_rows = spec.weights(), _head_rows(spec)
         self.dtype, self.device = dtype, device
         for name, shape in self._shapes.items():
             entry = self._entries.get(name)
@@ -126,10 +135,18 @@ class _FileWeights(VisionWeights):
         return stored.to(self.device.torch_device, dtype or self.dtype, copy=True)
 
     def linear(self, *names: str) -> Linear:
-        weights = [self.tensor(f"{name}.weight") for name in names]
+        weights = [self._rows(f"{name}.weight") for name in names]
         biases = [self.tensor(each) for name in names if (each := f"{name}.bias") in self._shapes]
         weight = torch.cat([each.flatten(1) for each in weights])
         return self.device.linear(weight, torch.cat(biases) if biases else None)
+
+    def _rows(self, name: str) -> torch.Tensor:
+        """Read the matrix of a product; of queries and keys in the order of rotating heads."""
+        weight = self.tensor(name)
+        if self._head_rows is None or not name.endswith((".q_proj.weight", ".k_proj.weight")):
+            return weight
+        order = self._head_rows.order(len(weight), self._format)
+        return weight if order is None else weight[torch.from_numpy(order).to(weight.device)]
 
     def transposed_linear(self, name: str) -> Linear:
         return self.device.linear(self.tensor(name).t().contiguous())
@@ -143,7 +160,7 @@ class _FileWeights(VisionWeights):
     def centred_rms_norm(self, name: str, eps: float) -> Norm:
         # a GGUF file stores the sum
         weight = self.tensor(f"{name}.weight", torch.float32)
-        return self.device.norm(NormWeight(weight if self._is_gguf else weight + 1.0, eps))
+        return self.device.norm(NormWeight(weight if self._format == "gguf" else weight + 1.0, eps))
 
     def release(self) -> None:
         """Give back the pages of the files."""

@@ -179,7 +179,7 @@ class Mamba2Spec(RecurrentSpec):
             flat_norm = None if norm is None else norm.flatten()
             weights = Mamba2Weights(
                 taps=torch.cat(scaled).flatten(1).t().contiguous(),
-                conv_bias=torch.cat(biases) if biases else torch.zeros(self.shape.channels),
+                conv_bias=torch.cat(biases) if biases else decay.new_zeros(self.shape.channels),
                 decay=decay.flatten() if self.of_llama_cpp else -decay.exp(),
                 time_bias=time_bias,
                 skip=skip.flatten(),

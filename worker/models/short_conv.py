@@ -78,7 +78,7 @@ class ShortConvSpec(RecurrentSpec):
         def build() -> RecurrentMixer:
             weights = ShortConvWeights(
                 taps.flatten(1).t().contiguous(),
-                torch.zeros(self.shape.channels) if bias is None else bias,
+                taps.new_zeros(self.shape.channels) if bias is None else bias,
             )
             return RecurrentMixer(
                 spec=self,

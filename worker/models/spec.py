@@ -169,6 +169,11 @@ class ModelSpec:
         return shape
 
     @property
+    def has_attention(self) -> bool:
+        """Whether a layer reads KV."""
+        return self.attention_shape != NO_ATTENTION
+
+    @property
     def is_bidirectional(self) -> bool:
         """Whether tokens see later ones, so that a prompt is computed as a whole."""
         return self.attention_shape.bidirectional

@@ -6,10 +6,13 @@ The engine decides what is encoded and when an output is forgotten (its EncoderC
 knows images by `mm_hash`. Start at `EncoderCache.run_step`.
 """
 
+import itertools
 import logging
 import math
 import os
+import stat
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,7 +85,7 @@ class EncoderCache:
     def _encode(self, part: EncoderSlice, feature: MultiModalFeature) -> None:
         mm_hash = feature.mm_hash
         if part.start == 0:
-            pixels = read_pixels(self._folder, feature.pixels)
+            pixels = PixelFile(self._folder, feature.pixels)
             self._running[mm_hash] = self._encoder.begin(pixels, feature.grid)
         encoding = self._running.get(mm_hash)
         if encoding is None:
@@ -99,20 +102,46 @@ class EncoderCache:
         self._outputs[mm_hash] = output.float().numpy(force=True)
 
 
-def read_pixels(folder: str, pixels: SharedPixels) -> torch.Tensor:
-    """Return the pixels of an image, float32; raises OSError, or ValueError for another size.
+class PixelFile:
+    """Pixels of an image in a file, little-endian float32 in C order, read part by part.
 
-    They are copied, since reading a mapped file that has become shorter would kill the process.
+    A slice of an image reads what it needs: all pixels of a large image at once would take as long
+    as a step. They are copied, since reading a mapped file that has become shorter would kill the
+    process. One tile may lack the first dimension in its file.
+    Raises OSError, or ValueError for a file of another size.
     """
-    if os.path.basename(pixels.name) != pixels.name:
-        raise ValueError("the name of its pixels is a path")
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    size = math.prod(pixels.shape)
-    with open(os.open(os.path.join(folder, pixels.name), flags), "rb", buffering=0) as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != 4 * size or min(pixels.shape, default=0) <= 0:
-            raise ValueError(f"its pixels have {found} bytes, {4 * size} are needed")
-        values = np.fromfile(file, "<f4", size)
-    if len(values) != size:
-        raise ValueError("its pixels became shorter while they were read")
-    return torch.from_numpy(values.astype(np.float32, copy=False).reshape(pixels.shape))
+
+    def __init__(self, folder: str, pixels: SharedPixels) -> None:
+        if os.path.basename(pixels.name) != pixels.name:
+            raise ValueError("the name of its pixels is a path")
+        self.shape = (1, *pixels.shape) if len(pixels.shape) == 3 else pixels.shape
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._file = os.open(os.path.join(folder, pixels.name), flags)
+        weakref.finalize(self, os.close, self._file)
+        status, needed = os.fstat(self._file), 4 * math.prod(self.shape)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("its pixels are not in a file")
+        if status.st_size != needed or min(self.shape, default=0) <= 0:
+            raise ValueError(f"its pixels have {status.st_size} bytes, {needed} are needed")
+
+    def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
+        """Read a part: a range of each dimension, in steps of one."""
+        ranges = [range(*each.indices(size)) for each, size in zip(part, self.shape, strict=True)]
+        *outer, lines, columns = ranges
+        width = self.shape[-1]
+        found = np.empty((*map(len, outer), len(lines), width), "<f4")
+        areas = found.reshape(math.prod(map(len, outer)), len(lines) * width)
+        for area, place in zip(areas, itertools.product(*outer), strict=True):
+            position = 0
+            for index, size in zip((*place, lines.start), self.shape, strict=False):
+                position = position * size + index
+            self._read(area.data.cast("B"), 4 * position * width)
+        found = found[..., columns.start : columns.stop].astype(np.float32, copy=False)
+        return torch.from_numpy(found)
+
+    def _read(self, area: memoryview, offset: int) -> None:
+        while area:
+            count = os.preadv(self._file, [area], offset)
+            if not count:
+                raise ValueError("its pixels became shorter while they were read")
+            area, offset = area[count:], offset + count

@@ -347,7 +347,11 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers for such a step; return all hidden states, and each last token's index."""
         inputs = dummy_inputs(
-            num_tokens, num_seqs, self.batch.block_table, self._attention.query_split
+            num_tokens,
+            num_seqs,
+            self.batch.block_table,
+            self._attention.query_split,
+            has_states=self.batch.has_states,
         )
         token_ids, positions, sample_tokens = self.transfers.to_device(
             [inputs.token_ids, inputs.positions, inputs.sample_tokens]

@@ -12,10 +12,12 @@ complete. Then images of running requests are begun, in the order of the running
 those of waiting requests, in the order of admission. A waiting request that MAX_PASSES images of
 running requests have passed comes before them, since text before an image lets ever more run.
 
-A request whose first chunk would be empty is parked, and others pass. Such a request *claims* the
-output that it waits for, and so does a running request. An output that nothing claims stays until
-its rows are needed for another one. Rows are taken from requests that are parked, too, and for a
-running request from all that wait. So no request waits for rows that only a later one frees.
+A request whose first chunk would be empty is parked, and others pass. So is one that would run and
+then wait for an image, if half of the running requests may come to that: a request that computes
+nothing takes the place of another one. Such a request *claims* the output that it waits for, and so
+does a running request. An output that nothing claims stays until its rows are needed for another
+one. Rows are taken from requests that are parked, too, and for a running request from all that
+wait. So no request waits for rows that only a later one frees.
 """
 
 from collections.abc import Iterator
@@ -59,6 +61,23 @@ class _Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class _PlannedSlice:
+    """Encoder work of the step that is planned, and a request that needs it."""
+
+    piece: EncoderSlice
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedShare:
+    """Encoder work that was done for a tenant: rows of output, and the seconds they took."""
+
+    tenant: int
+    num_rows: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class FailedImage:
     """An image that could not be encoded, of a request that relied on it; index: in the prompt.
 
@@ -89,6 +108,7 @@ class EncoderInputs(SchedulerFeature):
         lifecycle: RequestLifecycle,
         policy: FairSchedulingPolicy,
         chunks: ChunkRule,
+        max_num_seqs: int,
     ) -> None:
         self.limits = limits
         self.cache = EncoderCacheManager(limits.cache_size)
@@ -98,11 +118,15 @@ class EncoderInputs(SchedulerFeature):
         self._unblock = lifecycle.unblock
         self._policy = policy
         self._chunks = chunks
+        self._max_lacking = chunks.max_running(max_num_seqs, self.num_whole_tokens) // 2
         self._rule = EncoderBudget(limits.max_input_tokens)
         self._budget = 0.0  # rows that are left of the step
-        self._slices: list[EncoderSlice] = []  # of the step that is planned
+        self._slices: list[_PlannedSlice] = []  # of the step that is planned
         self._parked: dict[int, _Wait] = {}  # by seq_id
         self._runs: dict[int, list[tuple[int, int]]] = {}  # of images, by request id
+        self._causes: dict[int, list[Request]] = {}  # of the slices of steps in flight, by step
+        self._charged_rows: dict[int, dict[bytes, float]] = {}  # by seq_id and image
+        self._shares: list[EncodedShare] = []
         self._num_queries = self._num_hits = 0
         self._num_rows = self._seconds = 0.0
 
@@ -134,7 +158,7 @@ class EncoderInputs(SchedulerFeature):
             self._advance(cache.partial)
         if self._parked and cache.partial is None:
             self._serve_passed()
-        num_rows = sum(piece.end - piece.start for piece in self._slices)
+        num_rows = sum(planned.piece.end - planned.piece.start for planned in self._slices)
         if holds_any and cache.partial is None:
             num_rows += min(self._budget, self.limits.vision.max_embeds)
         return self._rule.seconds(num_rows)
@@ -192,14 +216,21 @@ class EncoderInputs(SchedulerFeature):
         """Return `cut_chunk` of a waiting request; it is 0 for one that has to be parked.
 
         Without chunked prefill the prompt waits until all of its images are there, if the workers
-        have room for all of them.
+        have room for all of them. So it does if too many running requests lack an output already;
+        if workers have no room for all of its images, for as many as they have.
         """
         end = first + num_new
         self._parked.pop(request.seq_id, None)
         num_planned = self.cut_chunk(request, first, num_new, most)
-        is_whole = num_planned < num_new and self._must_be_whole(request, first, end)
-        if request.seq_id in self.stalled and (is_whole or not num_planned):
-            self._parked[request.seq_id] = _Wait(request, first, end, is_whole)
+        if request.seq_id in self.stalled:
+            is_whole = num_planned < num_new and self._must_be_whole(request, first)
+            if is_whole or not num_planned:
+                self._parked[request.seq_id] = _Wait(request, first, end, is_whole)
+                return 0
+        kept = self._end_of_kept(request, first)
+        if self._lacks_output(request, first, kept) and self._has_most_lacking():
+            self.stalled.add(request.seq_id)
+            self._parked[request.seq_id] = _Wait(request, first, kept, is_whole=True)
             return 0
         return num_planned
 
@@ -217,11 +248,15 @@ class EncoderInputs(SchedulerFeature):
 
     def end_planning(self, plan: StepPlan, step: int) -> None:
         """Put the encoder work into a plan. step: its number."""
-        plan.encoder_slices, self._slices = self._slices, []
+        planned, self._slices = self._slices, []
+        plan.encoder_slices = [each.piece for each in planned]
         plan.free_mm_hashes = self.cache.pop_freed()
+        if planned:
+            self._causes[step] = [each.request for each in planned]
         for piece in plan.encoder_slices:
             output = self._output_of(piece)
-            if output is not None and not output.first_step:
+            assert output is not None, "nothing is encoded for no request"
+            if not output.first_step:
                 output.first_step = step
 
     def end_step(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[FailedImage]:
@@ -235,6 +270,7 @@ class EncoderInputs(SchedulerFeature):
         num_rows = sum(piece.end - piece.start for piece in slices)
         self._num_rows += num_rows
         self._seconds += result.encoder_seconds
+        self._share_out(step, result.encoder_seconds / num_rows)
         is_measured = True  # workers have computed all slices
         failing: list[FailedImage] = []
         for piece in slices:
@@ -277,6 +313,7 @@ class EncoderInputs(SchedulerFeature):
         if request.mm_features:
             self.release_all(request)
             self._runs.pop(request.request_id, None)
+            self._charged_rows.pop(request.seq_id, None)
 
     def release_all(self, request: Request) -> None:
         """End all claims of a request, and encode nothing for it."""
@@ -288,6 +325,7 @@ class EncoderInputs(SchedulerFeature):
         """Prepare for workers that hold nothing: requests ask for their images again."""
         self.cache.forget_workers()
         self._slices.clear()
+        self._causes.clear()
         parked, self._parked = self._parked, {}
         for wait in parked.values():
             if wait.request.status is self.status:
@@ -309,6 +347,14 @@ class EncoderInputs(SchedulerFeature):
                             if feature.mm_hash == output.feature.mm_hash
                         ),
                     )
+
+    def pop_shares(self) -> list[EncodedShare]:
+        """Return what was encoded for tenants since the last call.
+
+        Without what was encoded for the same request once more: that is work that was undone.
+        """
+        shares, self._shares = self._shares, []
+        return shares
 
     def pop_stats(self) -> EncoderStats:
         """Return the use of the cache now, and counts since the last call."""
@@ -357,6 +403,20 @@ class EncoderInputs(SchedulerFeature):
                 self._release(request.seq_id, output)
         return end
 
+    def _share_out(self, step: SchedulerOutput, row_seconds: float) -> None:
+        """Note for which tenants a step has encoded how much."""
+        causes = self._causes.pop(step.step)
+        for piece, request in zip(step.scheduled_encoder_inputs, causes, strict=True):
+            assert piece.feature is not None
+            mm_hash, start = piece.feature.mm_hash, piece.start
+            if not request.is_finished:
+                charged = self._charged_rows.setdefault(request.seq_id, {})
+                start = max(start, charged.get(mm_hash, 0.0))
+                charged[mm_hash] = max(start, piece.end)
+            if start < piece.end:
+                num_rows = piece.end - start
+                self._shares.append(EncodedShare(request.tenant, num_rows, num_rows * row_seconds))
+
     def _claim(self, request: Request, output: EncoderOutput) -> None:
         if request.seq_id not in output.users:
             self.cache.claim(request, output)
@@ -385,13 +445,16 @@ class EncoderInputs(SchedulerFeature):
         start, feature = output.num_done, output.feature
         end = min(float(feature.num_embeds), start + int(self._budget * PARTS) / PARTS)
         self._budget -= end - start
-        self._slices.append(EncoderSlice(output.seq_id, output.index, start, end, feature))
+        piece = EncoderSlice(output.seq_id, output.index, start, end, feature)
+        request = output.users.get(output.seq_id) or next(iter(output.users.values()))
+        self._slices.append(_PlannedSlice(piece, request))
         self.cache.advance(output, end)
 
     def _release(self, seq_id: int, output: EncoderOutput) -> None:
         """End a claim; after the last one, what only this plan encodes returns to the budget."""
         if len(output.users) == 1 and not (output.is_complete and output.first_step):
-            for place, piece in enumerate(self._slices):
+            for place, planned in enumerate(self._slices):
+                piece = planned.piece
                 if piece.feature is output.feature:
                     del self._slices[place]
                     self._budget += piece.end - piece.start
@@ -449,17 +512,42 @@ class EncoderInputs(SchedulerFeature):
     def _output_of(self, piece: EncoderSlice) -> EncoderOutput | None:
         return None if piece.feature is None else self.cache.get(piece.feature.mm_hash)
 
-    def _must_be_whole(self, request: Request, first: int, end: int) -> bool:
-        """Return whether the tokens [first, end), the rest of a prompt, go into one step."""
+    def _must_be_whole(self, request: Request, first: int) -> bool:
+        """Return whether the tokens of a prompt from `first` on go into one step."""
         num_missing = request.num_tokens - first
         if self._chunks.chunked or num_missing > self._chunks.token_budget:
             return False
-        rows = {
-            feature.mm_hash: feature.num_embeds
-            for feature in request.mm_features
-            if feature.end > first and feature.offset < end
-        }
-        return sum(rows.values()) <= self.cache.capacity
+        return self._end_of_kept(request, first) == request.mm_end
+
+    def _end_of_kept(self, request: Request, first: int) -> int:
+        """Return the end of the images from `first` on for which workers have room at once."""
+        rows: dict[bytes, int] = {}
+        end = first
+        for feature in request.mm_features:
+            if feature.end > first:
+                rows[feature.mm_hash] = feature.num_embeds
+                if sum(rows.values()) > self.cache.capacity:
+                    break
+                end = feature.end
+        return end
+
+    def _lacks_output(self, request: Request, first: int, end: int) -> bool:
+        """Return whether an image of the tokens [first, end) has no complete output."""
+        for feature in request.mm_features:
+            if feature.end > first and feature.offset < end:
+                output = self.cache.get(feature.mm_hash)
+                if output is None or not output.is_complete:
+                    return True
+        return False
+
+    def _has_most_lacking(self) -> bool:
+        """Return whether no further running request may lack an output."""
+        num_lacking = sum(
+            request.num_computed_tokens < request.mm_end
+            and self._lacks_output(request, request.num_computed_tokens, request.mm_end)
+            for request in self._running
+        )
+        return num_lacking >= self._max_lacking
 
     def _end_outside_images(self, request: Request, first: int, end: int, last: int) -> int:
         """Return the end of a chunk moved out of an image; `last`: where it may end at most."""

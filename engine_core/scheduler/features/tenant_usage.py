@@ -3,9 +3,10 @@
 The counters are those of the virtual token counter (Sheng et al., "Fairness in Serving Large
 Language Models", OSDI 2024): input tokens when a request is admitted for the first time, and
 OUTPUT_WEIGHT for each output token: one for each step of a decoding request, and those that a step
-yields in addition when its result arrives. Recomputation after a preemption or a crash is
-charged to no tenant. So a counter moves only with work that is never undone, and two tenants cannot
-preempt each other for ever.
+yields in addition when its result arrives. An image costs the input tokens that could have been
+computed while it was encoded, in addition to its own. Recomputation after a preemption or a crash
+is charged to no tenant. So a counter moves only with work that is never undone, and two tenants
+cannot preempt each other for ever.
 
 A tenant that was absent gets no credit for all that others were served meanwhile: when it begins to
 wait again, its counter is raised to a bounded distance behind them.
@@ -125,6 +126,15 @@ class TenantUsage:
     def charge_extra_tokens(self, request: Request, number: int) -> None:
         """Charge output tokens of a step beyond the first, from accepted drafts."""
         self._accounts[request.tenant].served += OUTPUT_WEIGHT * number
+
+    def charge_tenant(self, tenant: int, num_tokens: float) -> None:
+        """Charge input tokens to a tenant, whose request may have ended."""
+        account = self._accounts.get(tenant)
+        if account is not None:
+            account.served += num_tokens
+        else:
+            served = self._absent.pop(tenant, self._clock - self._credit)
+            self._remember_absent(tenant, served + num_tokens)
 
     def end_running(self, request: Request) -> None:
         """Stop charging for a request that does not run any more."""

@@ -8,16 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import psutil
 import pytest
 from PIL import Image, ImageOps
 
+from api_server import task_process
 from api_server.media.image_processors import webp_pixels
 from api_server.media.media_process import MAX_FRAME, MODULE, ImageTask
 from api_server.media.reader import LoadedImage, MediaReader
@@ -79,7 +82,7 @@ async def test_pixels_are_those_of_transformers_bit_by_bit(name: str, tmp_path: 
             reference = reference_inputs(name, [image], f"a{VISION_MODELS[name].placeholder}b")
             expected, grid = pixels_of(reference)
             pixels = read_pixels(loaded, tmp_path / "run")
-            assert pixels.shape[-3:] == ((3, 4, 4) if grid else (3, 24, 24))
+            assert pixels.shape[-3:] == expected.shape[-3:]
             assert np.array_equal(pixels, expected.numpy())
             assert not grid or loaded.grid == grid
             assert loaded.num_embeds == loaded.expansion.count("<image>")
@@ -339,6 +342,35 @@ async def test_a_process_that_dies_costs_its_request(
     assert type(await waiting) is kind
     await read_one(hasty, encode_image(random_image(1, 9, 9)))
     assert len(pixel_files(run_dir)) == 2
+
+
+def sizes_of_memory_files() -> list[int]:
+    """Return the bytes in the files that this process shares with others."""
+    links = [each for each in Path("/proc/self/fd").iterdir() if each.exists()]
+    return [each.stat().st_size for each in links if os.readlink(each).startswith("/memfd:tokend")]
+
+
+async def test_a_write_that_goes_on_after_its_timeout_reaches_no_other_file(
+    hasty: MediaReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, ended, write = threading.Event(), threading.Event(), task_process._write
+
+    def write_late(file: BinaryIO, content: bytes) -> None:
+        goes_on.wait()
+        write(file, content)
+        ended.set()
+
+    await read_one(hasty, encode_image(random_image(1, 9, 9)))
+    with monkeypatch.context() as patch:
+        patch.setattr(task_process, "_write", write_late)
+        error = await failure(hasty, encode_image(random_image(2, 9, 9)))
+        assert "longer than 2 s" in error.message
+    while not media_processes():
+        await asyncio.sleep(0.01)
+    goes_on.set()
+    assert await asyncio.to_thread(ended.wait, 10)
+    assert sizes_of_memory_files() == [0], "the file of the next process"
+    await read_one(hasty, encode_image(random_image(2, 9, 9)))
 
 
 async def test_a_process_that_ends_between_images_costs_nothing(hasty: MediaReader) -> None:

@@ -63,6 +63,20 @@ def test_smolvlm_takes_the_markers_of_its_tokenizer(tmp_path) -> None:
     )
 
 
+def test_lines_of_pixtral_end_with_markers(tmp_path) -> None:
+    """Those that processor_config.json names, else the published ones."""
+    model = vision_folder("mistral3", tmp_path / "m")
+    path = tmp_path / "m" / "processor_config.json"
+    path.write_text("{}")
+    shape = (1, 3, 16, 24)
+    expansion = read_placeholders(model, token_text(model.folder)).expand(shape, ())
+    line = "<image>" * 3
+    assert expansion == (f"{line}[IMG_BREAK]{line}[IMG_END]", 6)
+    path.write_text(json.dumps({"image_break_token": "<b>", "image_end_token": "<e>"}))
+    expansion = read_placeholders(model, token_text(model.folder)).expand(shape, ())
+    assert expansion == (f"{line}<b>{line}<e>", 6)
+
+
 @pytest.mark.parametrize("value", [0, -1, "2", 1 << 20])
 def test_sizes_of_a_configuration_have_bounds(value, tmp_path) -> None:
     model = vision_folder("idefics3", tmp_path / "m")

@@ -14,12 +14,20 @@ from starlette.requests import ClientDisconnect
 from api_server.media.pixel_store import MAX_UUIDS
 from api_server.media.processing import MediaProcess, NoSpaceError
 from api_server.media.reader import ImageSource, LoadedImage, MediaReader
+from api_server.media.sources import ImageSources
 from api_server.turns import CLIENT, Client, Turns
 from proto.errors import InvalidRequestError, ModelError, OverloadedError, TimeLimitError
 from proto.messages.multimodal import MM_HASH_BYTES
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.run_directory import pixels_folder
-from tests.fakes.media import encode_image, open_reader, read_pixels, source, vision_folder
+from tests.fakes.media import (
+    data_uri,
+    encode_image,
+    open_reader,
+    read_pixels,
+    source,
+    vision_folder,
+)
 from tests.fakes.tiny_vision import random_image
 
 SIZE = 4 * 3 * 24 * 24
@@ -96,6 +104,38 @@ async def test_the_same_image_again_is_not_processed(case: Case, counted: list[s
     assert [first.pixels.name, other.pixels.name] == counted
     assert case.files == set(counted)
     assert case.reader.num_bytes == 2 * SIZE
+
+
+async def test_the_same_data_uri_again_is_not_decoded(
+    case: Case, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except for another tenant or salt, and when its image is no longer kept."""
+    num_decoded, read = 0, ImageSources.read
+
+    async def count(self: ImageSources, url: str) -> bytes:
+        nonlocal num_decoded
+        num_decoded += 1
+        return await read(self, url)
+
+    monkeypatch.setattr(ImageSources, "read", count)
+    monkeypatch.setattr("api_server.media.reader.INLINE_CHARACTERS", 64)
+    first = await case.load(1)
+    again = await case.load(1, uuid="cat")
+    assert (again.mm_hash, again.pixels) == (first.mm_hash, first.pixels)
+    named = await case.load(None, uuid="cat")
+    assert named.mm_hash == first.mm_hash
+    assert num_decoded == len(counted) == 1
+    (other,) = await case.read(source(data_uri(image_bytes(1), "image/webp")))
+    assert (other.mm_hash, num_decoded, len(counted)) == (first.mm_hash, 2, 1), "the same bytes"
+    for image in (first, again, named, other):
+        image.lease.release()
+    for tenant, salt in [(1, None), (0, "a")]:
+        (await case.load(1, tenant=tenant, salt=salt)).lease.release()
+    assert (num_decoded, len(counted)) == (4, 3)
+    await case.use([2, 3, 4])
+    assert len(case.reader._store._by_uri) == 3, "those of kept images"
+    await case.use([1])
+    assert (num_decoded, len(counted)) == (8, 7)
 
 
 async def test_tenants_and_salts_share_no_image(case: Case, counted: list[str]) -> None:
@@ -318,6 +358,17 @@ async def test_the_images_of_a_request_have_a_time_limit_together(
     assert case.files == set(), "no lease is left"
 
 
+async def test_pixels_without_a_lease_are_dropped_on_demand(case: Case, counted: list[str]) -> None:
+    (await case.load(1, uuid="cat")).lease.release()
+    used = await case.load(2)
+    case.reader.forget_unused()
+    assert case.files == {used.pixels.name}
+    with pytest.raises(InvalidRequestError, match="no image is kept"):
+        await case.load(None, uuid="cat")
+    await case.use([1, 2])
+    assert len(counted) == 3
+
+
 async def test_a_uuid_finds_the_image_of_its_tenant_and_salt(
     case: Case, counted: list[str]
 ) -> None:
@@ -436,6 +487,22 @@ async def test_a_closed_reader_frees_images_as_their_requests_end(
         assert case.files == {held.pixels.name}
         held.lease.release()
         assert case.files == set()
+
+
+async def test_an_image_that_is_ready_when_its_reader_is_closed_leaves_no_file(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = MediaProcess.process
+
+    async def close_after(self: MediaProcess, encoded: bytes, name: str, detail: str):
+        done = await process(self, encoded, name, detail)
+        case.reader._store.close()
+        return done
+
+    monkeypatch.setattr(MediaProcess, "process", close_after)
+    with pytest.raises(OverloadedError, match="no longer read"):
+        await case.load(1)
+    assert case.files == set()
 
 
 async def test_a_folder_of_another_user_is_refused(

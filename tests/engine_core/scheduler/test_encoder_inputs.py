@@ -611,3 +611,65 @@ def test_a_reset_is_refused_while_an_output_is_needed():
     assert engine.step().free_encoder_mm_hashes == [picture(1, 3).mm_hash]
     engine.finish(engine.add_parts((1, 3), text(2, 9)))
     assert engine.runner.encoder.num_encoded == 2
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_encoder_time_counts_in_the_share_of_a_tenant(async_scheduling, is_cancelled):
+    """Of a cancelled request, too; an equal prompt of another tenant then goes first."""
+    engine = ImageHarness(
+        {"max_input_tokens": 6}, max_num_seqs=1, async_scheduling=async_scheduling
+    )
+    engine.runner.encoder.row_seconds = 0.1
+    engine.step_seconds = lambda output: 0.001 * output.total_num_scheduled_tokens
+    engine.finish(engine.add_one(text(20, 500), max_tokens=1, tenant=3))
+    with_image = engine.add_parts((1, 6), text(200), tenant=1)
+    if is_cancelled:
+        engine.send()
+        engine.scheduler.abort_request(with_image.request_id)
+        while engine.in_flight:
+            engine.collect(engine.in_flight.popleft())
+    engine.run()
+    engine.finish(engine.add_one(text(208, 300), tenant=2))
+    one, two = (engine.add_one(text(30, 50 * tenant), tenant=tenant) for tenant in (1, 2))
+    engine.step()
+    assert (one.status, two.status) == (RequestStatus.WAITING, RUNNING)
+    engine.finish(one, two)
+
+
+def test_an_image_that_is_encoded_again_for_its_request_is_charged_once():
+    engine = ImageHarness({"cache_size": 6, "max_embeds": 6})
+    usage = engine.scheduler._usage
+    request = engine.add_parts(text(2), (1, 6), text(2), max_tokens=20, tenant=1)
+    engine.step()
+    before = usage.served(1)
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    assert engine.scheduler.reset_encoder_cache()
+    engine.step()
+    assert engine.runner.encoder.num_encoded == 2
+    assert usage.served(1) - before == 0
+    engine.finish(request)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5])
+def test_requests_that_wait_for_their_images_leave_places_to_others(max_num_seqs, async_scheduling):
+    """Half of the places at least, while the encoder is busy with the first image."""
+    engine = ImageHarness(
+        {"max_input_tokens": 1, "cache_size": 90},
+        max_num_seqs=max_num_seqs,
+        async_scheduling=async_scheduling,
+    )
+    with_images = [
+        engine.add_parts(
+            text(3, 10 * number), (number, 40), text(2), (10 + number, 40), (20 + number, 30)
+        )
+        for number in range(5)
+    ]
+    engine.step()
+    others = [engine.add_one(text(5, 100 + 10 * number), max_tokens=3) for number in range(5)]
+    for _ in range(25):
+        engine.step()
+    assert all(engine.finish_reason_of(each) is not None for each in others)
+    assert sum(each.status is RUNNING for each in with_images) == max_num_seqs // 2
+    engine.finish(*with_images)

@@ -1,5 +1,6 @@
 """Recurrent layers: against float64, and bit by bit however a sequence is cut into steps."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -171,9 +172,17 @@ def delta_rule_in_float64(
     return (normed * F.silu(gate)).flatten(1)
 
 
-def cache_of(shape: Any) -> StateCache:
+MakeCache = Callable[[StateShape], StateCache]
+"""Makes states of 40 slots."""
+
+
+def host_cache(shape: StateShape) -> StateCache:
+    return StateCache(shape, 40, BLOCK)
+
+
+def cache_of(shape: Any, make_cache: MakeCache = host_cache) -> StateCache:
     """A cache with NaN wherever nothing was written."""
-    cache = StateCache(StateShape((5, shape.state_floats, shape.state_floats)), 40, BLOCK)
+    cache = make_cache(StateShape((5, shape.state_floats, shape.state_floats)))
     cache.buffer.fill_(float("nan"))
     return cache
 
@@ -189,10 +198,14 @@ def inputs_of(chunks: list[tuple[int, int]], tables: list[list[int]]) -> Attenti
 
 
 def run_in_steps(
-    rule: Recurrence, shape: Any, rows: torch.Tensor, sizes: list[int]
+    rule: Recurrence,
+    shape: Any,
+    rows: torch.Tensor,
+    sizes: list[int],
+    make_cache: MakeCache = host_cache,
 ) -> torch.Tensor:
     """Compute a sequence in steps; blocks have slots where a step ends, and before the last one."""
-    cache, table = cache_of(shape), [0] * 10
+    cache, table = cache_of(shape, make_cache), [0] * 10
     outputs, first = [], 0
     for size in sizes:
         end = first + size
@@ -285,10 +298,10 @@ def test_a_wide_output_of_half_precision_is_not_rounded(kernels: Kernels | None)
     assert torch.equal(half, wide)
 
 
-def log_of(shape: Any, num_slots: int = 40, max_logged: int = 8) -> StateCache:
+def log_of(shape: Any, make_cache: MakeCache = host_cache, max_logged: int = 8) -> StateCache:
     """A cache whose states have logs, with NaN wherever nothing was written."""
     sizes = (5, *[shape.state_floats + max_logged * shape.logged_floats] * 2)
-    cache = StateCache(StateShape(sizes, max_logged), num_slots, BLOCK)
+    cache = make_cache(StateShape(sizes, max_logged))
     cache.buffer[:, :-1] = float("nan")
     return cache
 
@@ -301,13 +314,26 @@ def test_verified_rows_have_the_same_bits_and_rejected_ones_leave_no_trace(
     shape = SHAPES[name]
     rule, rows = rule_of(kernels, shape), rows_of(shape)
     whole = run_in_steps(rule, shape, rows, [NUM_TOKENS])
-    random = np.random.default_rng(len(name))
-    for _ in range(4):
-        cache, table = log_of(shape), [0] * 12
+    verify_drafts(rule, shape, rows, whole, host_cache, num_lives=4)
+
+
+def verify_drafts(
+    rule: Recurrence,
+    shape: Any,
+    rows: torch.Tensor,
+    whole: torch.Tensor,
+    make_cache: MakeCache,
+    num_lives: int,
+) -> None:
+    """Compare accepted rows with those of all tokens at once."""
+    num_tokens = len(rows)
+    random = np.random.default_rng(num_tokens + shape.channels)
+    for _ in range(num_lives):
+        cache, table = log_of(shape, make_cache), [0] * 12
         done, other = 0, 0
-        while done < NUM_TOKENS:
+        while done < num_tokens:
             room = (max(done - 1, 0) // BLOCK + 2) * BLOCK if done else 6
-            num_drafts = int(random.integers(0, min(room, NUM_TOKENS) - done))
+            num_drafts = int(random.integers(0, min(room, num_tokens) - done))
             num_accepted = int(random.integers(0, num_drafts + 1))
             end = done + 1 + num_drafts
             for block in range(max(done - 1, 0) // BLOCK, (end - 1) // BLOCK + 1):
@@ -315,7 +341,7 @@ def test_verified_rows_have_the_same_bits_and_rejected_ones_leave_no_trace(
             chunks, tables, drafts = [(done, end)], [table], [num_drafts]
             parts = [rows[done:end].clone()]
             parts[0][1 + num_accepted :] += 1.0
-            if other < NUM_TOKENS:  # the same tokens without drafts
+            if other < num_tokens:  # the same tokens without drafts
                 chunks.append((other, other + 1))
                 tables.append([20 + block for block in range(10)])
                 drafts.append(0)

@@ -1,5 +1,6 @@
 """Norms and activation by Triton, in its interpreter, against float64."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,14 +64,23 @@ def test_norm_of_heads_inside_a_fused_product() -> None:
     assert close(found, exact_norm(heads, weight))
 
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+    "gelu": F.gelu,
+    "sigmoid": torch.sigmoid,
+    "relu2": lambda gate: gate.relu().square(),
+}
+
+
 @pytest.mark.parametrize("size", [48, 1500])
-@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_gate(is_gated: bool, dtype: torch.dtype, name: Any, size: int) -> None:
     gate_up = random(4, 2 * size, dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=1)
-    inner = F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")
+    inner = ACTIVATIONS[name](gate)
     if is_gated:
         assert close(triton_gate(name)(gate_up), inner * up)
     else:

@@ -236,14 +236,13 @@ def test_the_plan_counts_a_slot_for_each_state(prepared: PreparedModel, decoder:
     tight = plan(prepared, num_state_slots=1 << 40)
     assert not tight.fits
     assert usual.num_groups == 1, "blocks of the KV pool are those of attention"
+    on_gpu = plan(prepared, device_of(free=60 * GIB), num_state_slots=100)
+    assert (on_gpu.num_state_slots, on_gpu.state_bytes) == (101, logged.slot_bytes)
+    assert on_gpu.fits
+    assert not plan(prepared, device_of(free=60 * GIB), num_state_slots=1 << 40).fits
 
 
-def test_what_states_do_not_go_with_is_refused_by_name(
-    prepared: PreparedModel, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="runs on a CPU only so far") as on_gpu:
-        plan(prepared, device_of(free=60 * GIB))
-    assert on_gpu.value.param == "device"
+def test_slots_for_a_model_without_states_are_refused_by_name(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     other = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no layers with a recurrent state"):

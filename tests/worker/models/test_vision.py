@@ -1,5 +1,6 @@
 """Vision parts against transformers in float32: rows of images, tokens that follow, refusals."""
 
+import os
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from proto.errors import ModelError
+from proto.messages.multimodal import SharedPixels
 from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import CPU, GPU, REFERENCE
@@ -35,10 +37,15 @@ from worker.loader.vision import load_vision, read_vision_spec, vision_bytes
 from worker.loader.weights import load_model
 from worker.models.vision import VISION_FAMILIES, vision_spec
 from worker.models.vision import encoder as encoder_module
-from worker.models.vision.encoder import VisionEncoder
+from worker.models.vision.encoder import Pixels, VisionEncoder
+from worker.models.vision.tile_spec import TileSpec
+from worker.step.encoder_cache import PixelFile
 
 IMAGES = {"tall": (40, 60), "wide": (90, 20), "small": (9, 14), "square": (24, 24)}
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(REFERENCE, id="reference")]
+
+
+ROPE = {"rope_type": "axial", "rope_theta": 100.0}
 
 
 def saved(name: str, folder: Path, **changes: Any) -> tuple[Any, PreparedModel]:
@@ -61,13 +68,13 @@ def features(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
     Those of DeepStack stand behind them.
     """
-    keys = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+    keys = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
     found = model.get_image_features(**{key: inputs[key] for key in keys if key in inputs})
     stacked = getattr(found, "deepstack_features", None) or []
     return torch.cat([torch.cat(list(each)) for each in (found.pooler_output, *stacked)], dim=1)
 
 
-Picture = tuple[torch.Tensor, tuple[int, ...]]
+Picture = tuple[Pixels, tuple[int, ...]]
 """Pixels and grid."""
 
 
@@ -91,8 +98,8 @@ def test_rows_of_images(name: str, device: HostDevice, tmp_path: Path) -> None:
     encoder = load_vision(prepared, torch.float32, device)
     assert prepared.vision is not None
     most = 0
-    long = random_image(1, 2000, 10)
-    for picture in (*map(image, IMAGES), long):
+    long = [random_image(1, 2000, 10)] if name in GRIDS else []
+    for picture in (*map(image, IMAGES), *long):
         inputs = inputs_of(name, [picture])
         expected = features(model, inputs)
         assert_equal_rows(encode(encoder, pixels_of(inputs)), expected)
@@ -113,6 +120,24 @@ def test_slices_do_not_change_a_bit(name: str, rows: int, tmp_path: Path) -> Non
     assert_equal_rows(whole, features(model, inputs))
     for shares in ((0.5,), (1e-9, 0.3, 0.31, 0.99), [step / 40 for step in range(1, 40)]):
         assert torch.equal(encode(encoder, pixels, *shares), whole)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_pixels_are_read_slice_by_slice(name: str, tmp_path: Path) -> None:
+    """A file that becomes shorter after the first slice fails the next one."""
+    _, prepared = saved(name, tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    encoder.unit_rows = 1
+    pixels, grid = pixels_of(inputs_of(name, [image("tall")]))
+    pixels.numpy().tofile(tmp_path / "pixels")
+    file = PixelFile(str(tmp_path), SharedPixels("pixels", tuple(pixels.shape)))
+    found = encode(encoder, (file, grid), 1e-9, 0.3)
+    assert torch.equal(found, encode(encoder, (pixels, grid)))
+    encoding = encoder.begin(file, grid)
+    encoding.advance(1e-9)
+    os.truncate(tmp_path / "pixels", 4 * pixels.numel() // 2)
+    with pytest.raises(ValueError, match="became shorter"):
+        encoding.advance(1.0)
 
 
 def test_a_slice_is_a_part_of_the_work(tmp_path: Path) -> None:
@@ -218,6 +243,11 @@ def test_bfloat16(name: str, tmp_path: Path) -> None:
         ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [1]}}),
         ("qwen3_vl", {"vision_config": {"num_position_embeddings": 400, "num_heads": 2}}),
         ("qwen3_5", {"vision_config": {"rope_parameters": {"rope_theta": 50.0}}}),
+        ("pixtral", {"vision_feature_layer": [1, -1], "projector_hidden_act": "relu"}),
+        ("pixtral", {"vision_config": {"rope_parameters": ROPE, "hidden_act": "gelu"}}),
+        ("mistral3", {"spatial_merge_size": 1}),
+        ("mistral3", {"vision_feature_layer": -2, "multimodal_projector_bias": True}),
+        ("mistral3", {"text_config": {"rms_norm_eps": 0.1}, "projector_hidden_act": "silu"}),
     ],
 )
 def test_settings(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -258,9 +288,34 @@ def greedy(prepared: PreparedModel, tokens: list[int], rows: torch.Tensor, count
     return found
 
 
-@pytest.mark.parametrize("name", ["llava", "llava siglip", "idefics3", "smolvlm"])
-def test_greedy_tokens_after_images(name: str, tmp_path: Path) -> None:
-    model, prepared = saved(name, tmp_path)
+MINISTRAL3 = {
+    "model_type": "ministral3",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llava", {}),
+        ("llava siglip", {}),
+        ("idefics3", {}),
+        ("smolvlm", {}),
+        ("pixtral", {}),
+        ("mistral3", {}),
+        ("mistral3", {"text_config": MINISTRAL3}),
+    ],
+)
+def test_greedy_tokens_after_images(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model, prepared = saved(name, tmp_path, **changes)
     encoder = load_vision(prepared, torch.float32, CPU)
     inputs = inputs_of(name, [image("tall"), image("wide")], "what is it?")
     rows = [
@@ -307,7 +362,8 @@ def test_bytes_for_the_memory_plan(name: str, tmp_path: Path) -> None:
     assert 0.7 * files < spec.weight_bytes(4) <= files
     sizes = vision_bytes(prepared, torch.float32, CPU)
     assert sizes.weights == spec.weight_bytes(4) == 2 * spec.weight_bytes(2)
-    inputs = inputs_of(name, [image("tall")])
+    is_pixtral = isinstance(spec, TileSpec) and spec.tower.rope is not None
+    inputs = inputs_of(name, [image("square" if is_pixtral else "tall")])
     if name in GRIDS:  # the largest of this form
         inputs = inputs_of(name, [random_image(1, 144, 8)])
         spec = spec.at_most(18)
@@ -374,6 +430,27 @@ def test_tiles_that_are_too_many_or_do_not_fit(shape: tuple[int, ...], tmp_path:
         encoder.begin(torch.zeros(shape))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("pixtral", (1, 3, 28, 24)),
+        ("pixtral", (1, 3, 148, 4)),
+        ("pixtral", (2, 3, 8, 8)),
+        ("pixtral", (1, 3, 2, 24)),
+        ("mistral3", (1, 3, 20, 16)),
+        ("mistral3", (1, 3, 16, 20)),
+        ("mistral3", (1, 3, 4, 8)),
+    ],
+)
+def test_proportions_that_do_not_fit(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """More patches than the largest image has, two tiles, no whole patch, no whole squares."""
+    _, prepared = saved(name, tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    encoder.begin(torch.zeros(1, 3, 72, 8))
+    with pytest.raises(ValueError, match="at most 1 tiles of 3 x 24 x 24 are needed"):
+        encoder.begin(torch.zeros(shape))
+
+
 TOWER = {
     "model_type": "siglip_vision_model",
     "hidden_size": 48,
@@ -384,8 +461,9 @@ TOWER = {
     "patch_size": 4,
     "hidden_act": "gelu",
 }
-LLAVA, IDEFICS, GEMMA = (
-    f"{name}ForConditionalGeneration" for name in ("Llava", "Idefics3", "Gemma3")
+PIXTRAL = {"model_type": "pixtral"}
+LLAVA, IDEFICS, GEMMA, MISTRAL = (
+    f"{name}ForConditionalGeneration" for name in ("Llava", "Idefics3", "Gemma3", "Mistral3")
 )
 
 
@@ -431,7 +509,33 @@ LLAVA, IDEFICS, GEMMA = (
         ),
         (GEMMA, {}, {"mm_tokens_per_image": 8}, {}, "mm_tokens_per_image = 8: the square of a div"),
         (GEMMA, {}, {"mm_tokens_per_image": 16}, {}, "mm_tokens_per_image = 16: the square of a d"),
-        ("PixtralForConditionalGeneration", {}, {}, {}, "the vision part of Pixtral"),
+        ("QwenForConditionalGeneration", {}, {}, {}, "the vision part of Qwen"),
+        (LLAVA, PIXTRAL, {"vision_feature_select_strategy": "default"}, {}, "supported: 'full'"),
+        (LLAVA, PIXTRAL | {"hidden_act": "relu"}, {}, {}, "hidden_act = 'relu': the MLP has a gat"),
+        (
+            LLAVA,
+            PIXTRAL | {"num_attention_heads": 8},
+            {},
+            {},
+            "num_attention_heads = 8: a head has 6 numbers, a multiple of 4 is needed",
+        ),
+        (
+            LLAVA,
+            PIXTRAL | {"rope_parameters": {"rope_type": "yarn"}},
+            {},
+            {},
+            "vision_config: rope_parameters: rope_type = 'yarn': supported: 'axial'",
+        ),
+        (MISTRAL, PIXTRAL, {"spatial_merge_size": 0}, {}, "spatial_merge_size = 0: a whole number"),
+        (MISTRAL, PIXTRAL, {"vision_feature_layer": [1, 2]}, {}, "[1, 2]: one layer is supported"),
+        (
+            MISTRAL,
+            PIXTRAL,
+            {},
+            {"size": {"longest_edge": "x"}},
+            "preprocessor_config.json: size = {'longest_edge': 'x'}",
+        ),
+        (MISTRAL, PIXTRAL, {}, {"size": {"height": 24}}, "size = {'height': 24}"),
     ],
 )
 def test_refused_settings(
@@ -441,7 +545,8 @@ def test_refused_settings(
     images: dict[str, Any],
     message: str,
 ) -> None:
-    given = {"projector_hidden_act": "gelu", "mm_tokens_per_image": 9} | settings
+    given = {"projector_hidden_act": "gelu", "mm_tokens_per_image": 9, "spatial_merge_size": 2}
+    given |= settings
     config = {"hidden_size": 64, "vision_config": TOWER | tower, "vision_projector": given}
     tiles = {"max_image_size": {"longest_edge": 24}, "size": {"longest_edge": 48}} | images
     with pytest.raises(ModelError) as error:
@@ -536,6 +641,23 @@ def test_most_tiles(images: dict[str, Any], tiles: int) -> None:
     given = {"max_image_size": {"longest_edge": 24}} | images
     spec = vision_spec(IDEFICS, config, given)
     assert (spec.max_tiles, spec.max_embeds) == (tiles, 9 * tiles)
+
+
+@pytest.mark.parametrize(
+    ("images", "embeds"),
+    [
+        ({"size": {"longest_edge": 24}}, 9),
+        ({"size": {"longest_edge": 25}}, 16),
+        ({"size": {"height": 24, "width": 17}}, 9),
+        ({}, 128 * 128),
+    ],
+)
+def test_the_largest_image_of_mistral3(images: dict[str, Any], embeds: int) -> None:
+    """Its sides are filled up to whole squares of patches; 1,024 pixels by default."""
+    settings = {"spatial_merge_size": 2, "projector_hidden_act": "gelu"}
+    tower = TOWER | PIXTRAL
+    config = {"hidden_size": 64, "vision_config": tower, "vision_projector": settings}
+    assert vision_spec(MISTRAL, config, images).max_embeds == embeds
 
 
 def test_crops_of_gemma3() -> None:

@@ -52,33 +52,38 @@ def gate_row(  # type: ignore[no-untyped-def]
     gate_up,
     out,
     size,
-    gelu: tl.constexpr,
-    clamped: tl.constexpr,
+    activation: tl.constexpr,
     gated: tl.constexpr,
     block: tl.constexpr,
 ):
     """Write the activation of a block of a row's columns to `out`.
 
     Grid: (rows, blocks). gate_up: [rows, 2 size], a row's gate and then its up half; [rows,
-    size] if not `gated`. out: [rows, size]. The activation is gelu_tanh (`gelu`), swiglu_oai
-    (`clamped`) or silu.
+    size] if not `gated`. out: [rows, size]. activation: its name.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
     begin = gate_up + row * (2 if gated else 1) * size + column
     gate = tl.load(begin, mask=inside, other=0.0).to(tl.float32)
-    if clamped:
+    if activation == "swiglu_oai":
         gate = tl.where(gate > 7.0, 7.0, gate)
         inner = gate * tl.sigmoid(1.702 * gate)
-    elif gelu:
+    elif activation == "gelu_tanh":
         # (1 + tanh z) / 2 is the sigmoid of 2 z
         inner = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif activation == "gelu":
+        inner = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif activation == "sigmoid":
+        inner = tl.sigmoid(gate)
+    elif activation == "relu2":
+        # NaN stays NaN
+        inner = tl.where(gate < 0.0, 0.0, gate * gate)
     else:
         inner = gate * tl.sigmoid(gate)
     if gated:
         up = tl.load(begin + size, mask=inside, other=0.0).to(tl.float32)
-        if clamped:
+        if activation == "swiglu_oai":
             up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
         inner *= up
     tl.store(out + row * size + column, inner.to(out.dtype.element_ty), mask=inside)

@@ -25,6 +25,8 @@ SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
 EXPERTS: Final = "fused_moe_90"
 """The library's module of the experts on Hopper."""
 VECTOR_BYTES: Final = 16
+GATES: Final = frozenset(("silu", "gelu_tanh"))
+"""Activations with a gate that the library has kernels for, of those that tokend uses."""
 _MANY_TOKENS: Final = 8192
 
 

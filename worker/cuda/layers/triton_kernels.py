@@ -65,8 +65,6 @@ def triton_gate(name: Activation, is_gated: bool = True) -> Gate:
     """Return the activation of an MLP as a Triton kernel."""
     from worker.cuda.kernels.rows import gate_row
 
-    assert name != "relu2", "only models with recurrent states have it, which are refused"
-
     def activate(gate_up: torch.Tensor) -> torch.Tensor:
         num_rows, size = len(gate_up), gate_up.shape[1] // (2 if is_gated else 1)
         out = gate_up.new_empty(num_rows, size)
@@ -74,8 +72,7 @@ def triton_gate(name: Activation, is_gated: bool = True) -> Gate:
             gate_up,
             out,
             size,
-            gelu=name == "gelu_tanh",
-            clamped=name == "swiglu_oai",
+            activation=name,
             gated=is_gated,
             block=_GATE_BLOCK,
         )

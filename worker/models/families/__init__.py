@@ -87,14 +87,11 @@ def supported_models() -> list[str]:
         (family.models[architecture], architecture, ", ".join(family.gguf_names) or "–")
         for architecture, family in FAMILIES.items()
     ]
-    vision = [
-        (
-            family.models[architecture],
-            architecture,
-            "–" if family.gguf is None else f"{family.gguf.text} and mmproj",
-        )
-        for architecture, family in VISION_FAMILIES.items()
-    ]
+    vision = []
+    for architecture, part in VISION_FAMILIES.items():
+        texts = ", ".join(dict.fromkeys(text for kind in part.gguf for text in kind.texts))
+        files = f"{texts} and mmproj" if texts else "–"
+        vision.append((part.models[architecture], architecture, files))
     columns = ("Architecture in config.json", "In GGUF files")
     return [
         *_table(("Models", *columns), language),
@@ -120,6 +117,6 @@ These read images, too, from Hugging Face folders, and some from a GGUF file wit
 has `mmproj` in its name:"""
 _WRAPPED: Final = """\
 Other folders in which one of these language models stands beside a vision or an audio part load as
-the language model alone, for text (`...ForConditionalGeneration` with a `text_config`: Mistral
-Small 3.1, Ministral 3, InternVL, GLM-4.5V, Kimi K2.5 and others)."""
+the language model alone, for text (`...ForConditionalGeneration` with a `text_config`: InternVL,
+GLM-4.5V, Kimi K2.5 and others)."""
 """Below the tables."""

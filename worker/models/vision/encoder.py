@@ -74,6 +74,22 @@ class VisionWeights(Protocol):
         ...
 
 
+class Pixels(Protocol):
+    """Pixels of an image, float32 of four dimensions: a tensor, or as one in a file.
+
+    A unit reads the part that it needs. Raises OSError or ValueError if it cannot be read.
+    """
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The size of each dimension."""
+        ...
+
+    def __getitem__(self, part: tuple[slice, ...], /) -> torch.Tensor:
+        """Read a part: a range of each dimension."""
+        ...
+
+
 def unit_rows(device: LayerDevice) -> int:
     """Return the rows of a unit on a device."""
     return _UNIT_ROWS if device.has_results else _ALL_ROWS
@@ -212,23 +228,23 @@ class VisionEncoder(ABC):
         self.attention = tower_attention(spec, weights.dtype, weights.device)
         self.layers = list(layers)
 
-    def begin(self, pixels: torch.Tensor, grid: tuple[int, ...] = ()) -> "Encoding":
+    def begin(self, pixels: Pixels, grid: tuple[int, ...] = ()) -> "Encoding":
         """Return the encoding of an image, of which nothing is computed yet.
 
-        pixels: float32, as the image processor makes them; they must stay as they are until the
-        output is complete. grid: as in MultiModalFeature. Raises ValueError for pixels of a shape
+        pixels: as the image processor makes them; they must stay as they are until the output is
+        complete. grid: as in MultiModalFeature. Raises ValueError for pixels of a shape
         that the model does not take.
         """
         return Encoding(self, pixels, self.layout(pixels, grid))
 
     @abstractmethod
-    def layout(self, pixels: torch.Tensor, grid: tuple[int, ...]) -> Layout:
+    def layout(self, pixels: Pixels, grid: tuple[int, ...]) -> Layout:
         """Return how the tokens of an image lie in the tower. The arguments are as in `begin`."""
 
     @abstractmethod
     def write_patches(
         self,
-        pixels: torch.Tensor,
+        pixels: Pixels,
         layout: Layout,
         tiles: slice,
         rows: slice,
@@ -252,7 +268,7 @@ class Encoding:
     num_embeds: rows of its output.
     """
 
-    def __init__(self, encoder: VisionEncoder, pixels: torch.Tensor, layout: Layout) -> None:
+    def __init__(self, encoder: VisionEncoder, pixels: Pixels, layout: Layout) -> None:
         self._encoder = encoder
         self._layout = layout
         self.num_embeds = layout.num_tiles * layout.num_embeds
@@ -283,7 +299,7 @@ class Encoding:
         assert self._done == self._total, "the image is not encoded yet"
         return self._output
 
-    def _compute(self, pixels: torch.Tensor) -> Generator[int, None, None]:
+    def _compute(self, pixels: Pixels) -> Generator[int, None, None]:
         """Compute the units in their order; yield the FLOPs of each, about."""
         encoder, spec, layout = self._encoder, self._encoder.spec, self._layout
         size, dtype, device = spec.hidden_size, encoder.dtype, encoder.device

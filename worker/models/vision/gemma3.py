@@ -58,11 +58,13 @@ FAMILY = VisionFamily(
     tower_types=("siglip_vision_model",),
     settings=("mm_tokens_per_image",),
     spec=spec,
-    gguf=VisionGguf(
-        projector="gemma3",
-        architecture="Gemma3ForConditionalGeneration",
-        text="gemma3",
-        image_token="<image_soft_token>",
-        settings=_gguf_settings,
+    gguf=(
+        VisionGguf(
+            projector="gemma3",
+            architecture="Gemma3ForConditionalGeneration",
+            texts=("gemma3",),
+            image_token="<image_soft_token>",
+            settings=_gguf_settings,
+        ),
     ),
 )

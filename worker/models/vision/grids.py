@@ -8,7 +8,9 @@ rows of the output are put back into the order of the image:
     computed    0 1 2 4 5 6 | 3 7
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from worker.layers.linear import Linear
 from worker.layers.norm import Norm
 from worker.models.vision.encoder import (
     Layout,
+    Pixels,
     TowerLayer,
     VisionEncoder,
     VisionWeights,
@@ -26,7 +29,8 @@ from worker.models.vision.encoder import (
 from worker.models.vision.grid_spec import GridSpec
 from worker.models.vision.spec import CHANNELS, TOWER
 
-_NORM_EPS = 1e-6
+_NORM_EPS: Final = 1e-6
+ALL: Final = slice(None)
 
 
 class _Merger:
@@ -82,7 +86,7 @@ class GridEncoder(VisionEncoder):
             self._positions = weights.tensor(f"{TOWER}pos_embed.weight")
         self._mergers = [_Merger(spec, *each, weights) for each in spec.mergers]
 
-    def layout(self, pixels: torch.Tensor, grid: tuple[int, ...]) -> Layout:
+    def layout(self, pixels: Pixels, grid: tuple[int, ...]) -> Layout:
         spec = self.spec
         _, height, width = grid if len(grid) == 3 and grid[0] == 1 else (0, 0, 0)
         patch = (CHANNELS, spec.patch_size, spec.patch_size)
@@ -91,7 +95,7 @@ class GridEncoder(VisionEncoder):
             not 1 <= num_embeds <= self.max_embeds
             or height % spec.merge
             or width % spec.merge
-            or pixels.shape != (height * width, *patch)
+            or tuple(pixels.shape) != (height * width, *patch)
         ):
             raise ValueError(
                 f"pixels of shape {list(pixels.shape)} in a grid {list(grid)}: patches of "
@@ -112,18 +116,14 @@ class GridEncoder(VisionEncoder):
 
     def write_patches(
         self,
-        pixels: torch.Tensor,
+        pixels: Pixels,
         layout: Layout,
         tiles: slice,
         rows: slice,
         residual: torch.Tensor,
     ) -> None:
-        spec, order = self.spec, layout.embed_order
-        own = pixels[rows]
-        if order is not None:
-            numbers = torch.arange(rows.start, rows.stop)
-            square, within = numbers // spec.merge**2, numbers % spec.merge**2
-            own = pixels[order.cpu()[square] * spec.merge**2 + within]
+        spec = self.spec
+        own = torch.cat([pixels[part, ALL, ALL, ALL] for part in _runs(rows, layout, spec.merge)])
         frames = own[:, :, None].expand(-1, -1, spec.frames, -1, -1)
         flat = frames.reshape(len(own), -1).to(self.device, self.dtype)
         products = self._patches(flat)
@@ -174,6 +174,21 @@ class GridEncoder(VisionEncoder):
         weight = (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
         rows = self._positions[index.to(self.device)].float()
         return (rows * weight[..., None].to(self.device)).sum(1)
+
+
+def _runs(rows: slice, layout: Layout, merge: int) -> Iterator[slice]:
+    """Yield where patches lie in the file that are computed at these rows, run by run."""
+    if layout.embed_order is None:
+        yield rows
+        return
+    per_square = merge**2
+    first, end = rows.start // per_square, -(-rows.stop // per_square)
+    squares = layout.embed_order[first:end].numpy(force=True)
+    begins = [0, *(np.flatnonzero(np.diff(squares) != 1) + 1).tolist(), len(squares)]
+    for begin, stop in pairwise(begins):
+        shift = (int(squares[begin]) - first - begin) * per_square
+        of_run = max(rows.start, (first + begin) * per_square)
+        yield slice(of_run + shift, min(rows.stop, (first + stop) * per_square) + shift)
 
 
 def _window_order(

@@ -85,11 +85,13 @@ FAMILY = VisionFamily(
     },
     settings=("scale_factor",),
     spec=spec,
-    gguf=VisionGguf(
-        projector="idefics3",
-        architecture="Idefics3ForConditionalGeneration",
-        text="llama",
-        image_token="<image>",
-        settings=_gguf_settings,
+    gguf=(
+        VisionGguf(
+            projector="idefics3",
+            architecture="Idefics3ForConditionalGeneration",
+            texts=("llama",),
+            image_token="<image>",
+            settings=_gguf_settings,
+        ),
     ),
 )

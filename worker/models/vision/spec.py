@@ -11,8 +11,8 @@ make a VisionSpec of a configuration; encoder.py computes it. Without torch: `de
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self
 
 from proto.messages.prepared_model import VISION_PREFIX
@@ -156,9 +156,12 @@ class VisionSpec(ABC):
         return itemsize * self.max_embeds * self.row_numbers
 
 
-def with_bias(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a weight and of its bias by their names."""
-    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+def with_bias(
+    name: str, shape: tuple[int, ...], has_bias: bool = True
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a weight and of the bias that it may have."""
+    weight = {f"{name}.weight": shape}
+    return weight | {f"{name}.bias": shape[:1]} if has_bias else weight
 
 
 @dataclass(frozen=True)
@@ -207,29 +210,34 @@ class GgufSettings:
     """What a GGUF file of a vision part means in a Hugging Face folder.
 
     projector: settings beside the tower. images, processor: of preprocessor_config.json and
-    processor_config.json.
+    processor_config.json. tower: further keys of vision_config.
     """
 
     projector: Mapping[str, Any]
     images: Mapping[str, Any]
     processor: Mapping[str, Any]
+    tower: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionGguf:
-    """The GGUF files of a family of vision parts, beside those of its language model.
+    """A kind of GGUF files of a family of vision parts, beside those of its language model.
 
     projector: value of clip.projector_type. architecture: of the whole model.
-    text: architecture of the language model's file. image_token: its token for a row of the output.
+    texts: architectures of the language model's file. image_token: its token for a row of the
+        output.
     settings: makes GgufSettings of the keys behind `clip.vision.`, the patches of a tile's side,
         and the patches of a side that become one row.
+    is_marked: recognises the names of the tensors of this kind among those of others with the same
+        projector; None if there are no others.
     """
 
     projector: str
     architecture: str
-    text: str
+    texts: tuple[str, ...]
     image_token: str
     settings: Callable[[Mapping[str, Any], int, int], GgufSettings]
+    is_marked: Callable[[Collection[str]], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,12 +247,15 @@ class VisionFamily:
     models: architectures of config.json, and the models that have them, for people.
     tower_types: values of `model_type` in vision_config; empty for any. Others load as text.
     settings: keys of config.json beside the tower that the arithmetic reads.
+    tensor_names: beginnings of names of a tower's tensors in a folder, as regular expressions, and
+        what they become where a family does not have the names of CLIP.
     spec: returns the arithmetic; raises ModelError naming what is not supported.
-    gguf: its GGUF files; None if they are not supported.
+    gguf: the kinds of its GGUF files that are supported.
     """
 
     models: Mapping[str, str]
     settings: tuple[str, ...]
     spec: Callable[[VisionConfig], VisionSpec]
     tower_types: tuple[str, ...] = ()
-    gguf: VisionGguf | None = None
+    tensor_names: Mapping[str, str] = field(default_factory=dict)
+    gguf: tuple[VisionGguf, ...] = ()

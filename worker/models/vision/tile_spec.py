@@ -25,16 +25,43 @@ from worker.models.vision.spec import (
 _LARGEST_SIDE: Final = 1 << 14
 
 
+TileGrid = tuple[int, int]
+"""Patches of a tile: rows and columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerRope:
+    """Rotary positions by the row and the column of a patch (Pixtral: Agrawal et al., 2024).
+
+    The first half of a head's pairs of numbers turns with the row, the second with the column.
+
+    theta: base of the frequencies.
+    alternates: whether rows and columns have the frequencies of a head in turn, beginning with the
+        rows; else both have those that rows have then.
+    interleaved_in: kinds of files in which the numbers of a pair are adjacent, as
+        `HeadRows.rope_interleaved_in`.
+    """
+
+    theta: float
+    alternates: bool = False
+    interleaved_in: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TowerSpec:
-    """A vision transformer with norms before attention and MLP, which have biases.
+    """A vision transformer with norms before attention and MLP.
 
-    image_size: pixels of a side of the tiles that the table of positions is for. Those behind the
-        last whole patch are not read.
-    has_class_token: CLIP: a token before the patches, a norm behind the positions, and no bias of
-        the patches.
+    image_size: pixels of a side of the tiles that the table of positions is for, without a table
+        of the largest square tile. Those behind the last whole patch are not read.
+    has_class_token: CLIP: a token before the patches.
+    has_first_norm: a norm behind the positions.
+    has_patch_bias, has_biases: biases of the patches; of attention and MLP.
+    has_rms_norms: RMSNorm instead of LayerNorm.
+    is_gated: whether the MLP has a gate, to which the activation is applied.
     takes_other_sizes: tiles may be smaller or larger; a patch has the position that is at the same
         fraction of the side (Dehghani et al., Patch n' Pack, 2023).
+    rope: in place of a table of positions. Tiles then have any sides, and together at most the
+        patches of the largest.
     """
 
     image_size: int
@@ -46,45 +73,73 @@ class TowerSpec:
     norm_eps: float
     activation: VisionActivation
     has_class_token: bool = False
+    has_first_norm: bool = False
+    has_patch_bias: bool = True
+    has_biases: bool = True
+    has_rms_norms: bool = False
+    is_gated: bool = False
     takes_other_sizes: bool = False
+    rope: TowerRope | None = None
 
     @property
     def side(self) -> int:
-        """Patches of a side of a tile."""
+        """Patches of a side of a tile of `image_size`."""
         return self.image_size // self.patch_size
+
+    @property
+    def grid(self) -> TileGrid:
+        """The patches of a tile of `image_size`."""
+        return self.side, self.side
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
 
     @property
     def patch_numbers(self) -> int:
         """Numbers of the pixels of a patch."""
         return CHANNELS * self.patch_size**2
 
-    def num_tokens(self, side: int) -> int:
-        """Return the tokens of a tile of this many patches a side."""
-        return side * side + self.has_class_token
+    def num_tokens(self, grid: TileGrid) -> int:
+        """Return the tokens of a tile of these patches."""
+        return grid[0] * grid[1] + self.has_class_token
 
     def weights(self, num_layers: int, has_last_norm: bool) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights of the lowest layers by name, without TOWER."""
         size, inner = self.hidden_size, self.intermediate_size
         patch = (size, CHANNELS, self.patch_size, self.patch_size)
         found: dict[str, tuple[int, ...]] = {"embeddings.patch_embedding.weight": patch}
-        positions = self.num_tokens(self.side)
-        found["embeddings.position_embedding.weight"] = (positions, size)
+        if self.has_patch_bias:
+            found["embeddings.patch_embedding.bias"] = (size,)
+        if self.rope is None:
+            positions = self.num_tokens(self.grid)
+            found["embeddings.position_embedding.weight"] = (positions, size)
         if self.has_class_token:
             found["embeddings.class_embedding"] = (size,)
-            found |= with_bias("pre_layrnorm", (size,))
-        else:
-            found["embeddings.patch_embedding.bias"] = (size,)
+        if self.has_first_norm:
+            found |= self._norm("pre_layrnorm")
         for layer in range(num_layers):
             prefix = f"encoder.layers.{layer}."
             for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                found |= with_bias(f"{prefix}self_attn.{name}", (size, size))
-            found |= with_bias(f"{prefix}layer_norm1", (size,))
-            found |= with_bias(f"{prefix}layer_norm2", (size,))
-            found |= with_bias(f"{prefix}mlp.fc1", (inner, size))
-            found |= with_bias(f"{prefix}mlp.fc2", (size, inner))
+                found |= with_bias(f"{prefix}self_attn.{name}", (size, size), self.has_biases)
+            found |= self._norm(f"{prefix}layer_norm1") | self._norm(f"{prefix}layer_norm2")
+            for name in ("gate", "fc1") if self.is_gated else ("fc1",):
+                found |= with_bias(f"{prefix}mlp.{name}", (inner, size), self.has_biases)
+            found |= with_bias(f"{prefix}mlp.fc2", (size, inner), self.has_biases)
         if has_last_norm:
-            found |= with_bias("post_layernorm", (size,))
+            found |= self._norm("post_layernorm")
         return found
+
+    def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
+        return with_bias(name, (self.hidden_size,), not self.has_rms_norms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchMerge:
+    """An RMSNorm, then a product that makes a square of scale x scale patches one (Mistral 3)."""
+
+    scale: int
+    norm_eps: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +148,19 @@ class MlpProjector:
 
     feature_layers: layers below each of the residuals that it reads side by side.
     drops_first_token: whether the first token of a tile, CLIP's class token, is left out.
+    merge: what makes fewer patches of those of the tower, which has no class token then.
     """
 
     feature_layers: tuple[int, ...]
     drops_first_token: bool
     activation: VisionActivation
     bias: bool
+    merge: PatchMerge | None = None
+
+    @property
+    def scale(self) -> int:
+        """Patches of a side of the square that becomes a row of output."""
+        return 1 if self.merge is None else self.merge.scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,19 +215,30 @@ class TileSpec(VisionSpec):
         """Whether the projector reads the norm of the residual."""
         return not isinstance(self.projector, MlpProjector)
 
-    def embeds_per_tile(self, side: int) -> int:
-        """Return the rows of output of a tile of this many patches a side."""
+    def embeds_per_tile(self, grid: TileGrid) -> int:
+        """Return the rows of output of a tile of these patches."""
+        scale, num_extra = self.projector.scale, 0
         if isinstance(self.projector, MlpProjector):
-            return self.tower.num_tokens(side) - self.projector.drops_first_token
-        return (side // self.projector.scale) ** 2
+            num_extra = self.tower.has_class_token - self.projector.drops_first_token
+        return (grid[0] // scale) * (grid[1] // scale) + num_extra
+
+    def is_tile(self, height: int, width: int) -> bool:
+        """Return whether a tile may have these sides, in pixels."""
+        tower, scale = self.tower, self.projector.scale
+        rows, columns = height // tower.patch_size, width // tower.patch_size
+        if tower.rope is None and not (
+            height == width and (width == tower.image_size or tower.takes_other_sizes)
+        ):
+            return False
+        return min(rows, columns) >= scale and not rows % scale and not columns % scale
 
     @property
     def most_tokens(self) -> int:
-        return self.max_tiles * self.tower.num_tokens(self.tower.side)
+        return self.max_tiles * self.tower.num_tokens(self.tower.grid)
 
     @property
     def max_embeds(self) -> int:
-        return self.max_tiles * self.embeds_per_tile(self.tower.side)
+        return self.max_tiles * self.embeds_per_tile(self.tower.grid)
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         tower, out = self.tower, self.output_size
@@ -173,11 +246,13 @@ class TileSpec(VisionSpec):
         found = tower.weights(self.num_layers, self.has_last_norm)
         projector: dict[str, tuple[int, ...]]
         match self.projector:
-            case MlpProjector(feature_layers=layers, bias=bias):
-                first, second = (out, size * len(layers)), (out, out)
-                projector = with_bias("linear_1", first) | with_bias("linear_2", second)
-                if not bias:
-                    projector = {name: each for name, each in projector.items() if len(each) > 1}
+            case MlpProjector(feature_layers=layers, bias=bias, merge=merge):
+                projector = with_bias("linear_1", (out, size * len(layers)), bias)
+                projector |= with_bias("linear_2", (out, out), bias)
+                if merge is not None:
+                    projector["norm.weight"] = (size,)
+                    merged = "patch_merger.merging_layer.weight"
+                    projector[merged] = (size, size * merge.scale**2)
             case ShuffleProjector(scale=scale):
                 projector = {"modality_projection.proj.weight": (out, size * scale**2)}
             case PoolProjector():
@@ -207,32 +282,52 @@ class TileSpec(VisionSpec):
 
     @property
     def inner_numbers(self) -> int:
-        return self.tower.intermediate_size
+        return (2 if self.tower.is_gated else 1) * self.tower.intermediate_size
 
     @property
     def output_flops(self) -> int:
         size, out = self.tower.hidden_size, self.output_size
         match self.projector:
-            case MlpProjector(feature_layers=layers):
-                return 2 * (size * len(layers) + out) * out
+            case MlpProjector(feature_layers=layers, merge=merge):
+                merging = 0 if merge is None else (merge.scale * size) ** 2
+                return 2 * ((size * len(layers) + out) * out + merging)
             case ShuffleProjector(scale=scale):
                 return 2 * scale**2 * size * out
             case PoolProjector():
                 return 2 * size * out
 
     def mixing_flops(self, num_seen: int) -> int:
-        size = self.tower.hidden_size
-        return 2 * size * (size + 2 * self.tower.intermediate_size + 2 * num_seen)
+        size, of_mlp = self.tower.hidden_size, 3 if self.tower.is_gated else 2
+        return 2 * size * (size + of_mlp * self.tower.intermediate_size + 2 * num_seen)
+
+    def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
+        """Return the bytes that encoding the largest image keeps between slices, but its output.
+
+        Residuals that the projector reads, what attention keeps of all tokens, and cosines and
+        sines of rotary positions. attention_numbers: of each token.
+        """
+        tower = self.tower
+        numbers = len({*self.feature_layers}) * tower.hidden_size + attention_numbers
+        of_rotation = 0 if tower.rope is None else 4 * tower.head_dim
+        return (itemsize * numbers + of_rotation) * self.most_tokens
+
+    def unit_bytes(self, itemsize: int, num_rows: int) -> int:
+        """Return the bytes of the results of the products of this many tokens, at most."""
+        tower, rows = self.tower, min(num_rows, self.most_tokens)
+        of_mlp = (3 if tower.is_gated else 2) * tower.intermediate_size
+        widest = max(of_mlp, 2 * tower.patch_numbers) + 4 * tower.hidden_size
+        return itemsize * rows * widest
 
     @property
     def pixel_bytes(self) -> int:
+        """Return the bytes of the pixels of the largest image."""
         return 4 * self.max_tiles * CHANNELS * self.tower.image_size**2
 
 
 def read_tower(
     config: ConfigReader, *, has_class_token: bool = False, takes_other_sizes: bool = False
 ) -> TowerSpec:
-    """Return the tower of a configuration.
+    """Return the tower of CLIP, which has a class token, or of SigLIP by its configuration.
 
     Raises ModelError for sizes that do not fit each other and for an unknown activation.
     """
@@ -254,6 +349,8 @@ def read_tower(
         norm_eps=config.number("layer_norm_eps", 1e-6),
         activation=read_activation(config, "hidden_act"),
         has_class_token=has_class_token,
+        has_first_norm=has_class_token,
+        has_patch_bias=not has_class_token,
         takes_other_sizes=takes_other_sizes,
     )
 
