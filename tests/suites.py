@@ -77,7 +77,7 @@ SUITES = (
     Suite(
         "devices",
         "the code for GPUs on a fake GPU and in Triton's interpreter, and the reference device",
-        *(300, 120),
+        *(480, 120),
         environment=ONE_THREAD,
     ),
     Suite(

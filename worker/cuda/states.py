@@ -138,8 +138,8 @@ def flat_plan(plan: StatePlan, inputs: AttentionInputs, sizes: Sequence[int]) ->
     no sequence.
     """
     counts = np.diff(plan.query_start)
-    owners = np.repeat(np.arange(len(counts)), counts)
-    given = (
+    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    given: tuple[tuple[NDArray[np.int32], int], ...] = (
         (plan.query_start, plan.query_start[-1]),
         (plan.sources, -1),
         (inputs.seq_lens - counts, 0),

@@ -51,7 +51,7 @@ def prepared(contents: ModelContents, folder: Path) -> PreparedModel:
 def test_a_family_of_our_own(name: str, tmp_path: Path) -> None:
     model, contents = save_wrapped(name, tmp_path), read(tmp_path)
     assert contents.config["architectures"][0] in FAMILIES
-    assert contents.unloaded_parts == ("vision",)
+    assert [part.partition(" ")[0] for part in contents.unloaded_parts] == ["vision"]
     assert {token_id for token_id, _ in contents.ends} == {2}
     prove_on_one_rank(prepared(contents, tmp_path / "prepared"), model)
 
