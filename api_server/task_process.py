@@ -93,7 +93,7 @@ class TaskProcess:
             self._process.kill()
 
     async def end(self, seconds: float = 0.0) -> int | None:
-        """End the process and return the exit status that it had, None if it still ran.
+        """End the process and return its exit status; None if it had to be killed.
 
         seconds: for it to end by itself. No process is left if the caller is cancelled.
         """

@@ -169,8 +169,10 @@ def _problem_of_image(
 
 
 def _has_grid(feature: MultiModalFeature, merge: int) -> bool:
-    """Return whether the rows are the squares of the grid of one frame."""
+    """Return whether the rows are the squares of the grid of one frame, without markers."""
     grid = feature.grid
+    if feature.length != feature.num_embeds:
+        return False
     if len(grid) != 3 or grid[0] != 1 or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
         return False
     return grid[1] * grid[2] == feature.num_embeds * merge**2

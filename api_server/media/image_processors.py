@@ -173,6 +173,11 @@ class ImageProcessor:
         except Exception as error:  # of many types
             raise ModelError(f"preprocessor_config.json: {shown(error)}") from None
 
+    @property
+    def most_grid_pixels(self) -> int:
+        """Most pixels of a grid of patches, to which an image is scaled; 0 without grids."""
+        return int(self._processor.size["longest_edge"]) if self._is_grid else 0
+
     @classmethod
     def load(cls, folder: str, architecture: str) -> "ImageProcessor":
         """Return the processor of a prepared folder; raises ModelError."""

@@ -33,6 +33,8 @@ MIN_MEMORY: Final = 512 << 20
 """Bytes that any image may take: the pixels of 17 tiles, several times, while they are computed."""
 PIXEL_MEMORY: Final = 32
 """Further bytes for each pixel: copies of the image in several formats."""
+GRID_MEMORY: Final = 48
+"""Further bytes for each pixel of a grid of patches: float32 of two frames, twice."""
 OTHER_MEMORY: Final = 256 << 20
 """Further bytes that the process may grow by in its life."""
 MAX_FILES: Final = 64
@@ -97,7 +99,7 @@ class MediaServer:
         except ModelError as error:
             self._channel.send(encode(ImageDone(error=str(error)[: MAX_FRAME // 8], kind="model")))
             return
-        most = MIN_MEMORY + PIXEL_MEMORY * self._max_pixels + OTHER_MEMORY
+        most = self._memory(self._max_pixels) + OTHER_MEMORY
         confine_process(most, self._max_bytes, MAX_FILES)
         self._channel.send(encode(ImageDone()))
         done = ImageDone()
@@ -112,6 +114,11 @@ class MediaServer:
             except ConnectionError:  # the front end has gone, and with it the owner of the file
                 self._remove(task.name)
                 raise
+
+    def _memory(self, num_pixels: int) -> int:
+        """Return the bytes that an image of this many pixels may take."""
+        in_grid = min(num_pixels, self._processor.most_grid_pixels)
+        return MIN_MEMORY + PIXEL_MEMORY * num_pixels + GRID_MEMORY * in_grid
 
     def _process(self, task: ImageTask) -> ImageDone:
         from api_server.media.image_processors import (
@@ -130,7 +137,7 @@ class MediaServer:
             with process_limits(task.seconds, header):
                 image = open_image(encoded, self._max_pixels)
             width, height = image.size
-            with process_limits(task.seconds, MIN_MEMORY + PIXEL_MEMORY * width * height):
+            with process_limits(task.seconds, self._memory(width * height)):
                 pixels, grid = self._processor.process(decode(image), task.detail)
         except ImageError as error:
             return ImageDone(error=str(error))

@@ -65,6 +65,8 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
 
     Its numbers are finite, and have few enough digits for arithmetic and for messages.
     """
+    if not json.detect_encoding(body).startswith("utf-8"):
+        raise InvalidRequestError.fixed(f"the {what} must be UTF-8")
     images = _cut_images(body)
     counts = _Counts()
     is_large = len(body) > MAX_PYTHON_JSON
@@ -105,7 +107,9 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
     except ValueError as error:
         why = str(error)
         if isinstance(error, json.JSONDecodeError):  # without the character that it may quote
-            why = f"{error.msg.partition(': ')[0]}: line {error.lineno} column {error.colno}"
+            why = error.msg.partition(": ")[0]
+            if not images:  # with them, what was decoded is shorter
+                why += f": line {error.lineno} column {error.colno}"
         raise InvalidRequestError.fixed(f"the {what} is not valid JSON: {why}") from None
     finally:
         body.clear()
@@ -131,9 +135,9 @@ def _cut_images(body: bytearray) -> dict[str, str]:
         {"url": "data:image/png;base64,iVBO…"}  ─▶  {"url": "f81c…,0"}
         {"type": "base64", "data": "iVBO…"}     ─▶  {"type": "base64", "data": "f81c…,1"}
 
-    A quotation mark without a backslash before it begins a string, or what follows makes the JSON
-    invalid. The string is its text if that is printable ASCII without a backslash. One that is the
-    name of a member is not cut.
+    In valid JSON a quotation mark without a backslash before it begins or ends a string. A string
+    is its own text if that is printable ASCII without a backslash. One that is the name of a member
+    is not cut.
     """
     images: dict[str, str] = {}
     nonce = secrets.token_hex(16)

@@ -35,7 +35,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
     mm_hash: SHA-256 of the encoded image, of how it is processed, and of the tenant and the salt
         that may find it in a cache.
     grid: sizes that the encoder needs besides the shape of the pixels, as its model counts them;
-        with M-RoPE frames, rows and columns of patches, which are [rows, columns, inside a square].
+        with M-RoPE frames, rows and columns of patches, whose pixels lie square by square.
     """
 
     offset: int

@@ -88,6 +88,15 @@ def test_invalid_json_with_images_is_refused(text):
         decode_json(bytearray(text.encode()))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_refused(encoding: str) -> None:
+    """An image of UTF-8 may be a part of any text in them."""
+    hidden = ('"data:' + "A" * 18_000 + '"' + ",  ").encode().decode("utf-16-le")
+    body = bytearray(json.dumps({"m": f"hello {hidden}"}, ensure_ascii=False).encode(encoding))
+    with pytest.raises(InvalidRequestError, match=r"^the body must be UTF-8$"):
+        decode_json(body)
+
+
 @pytest.mark.parametrize("start", ["data:image/png;base64,", ""])
 def test_images_cost_no_limit(start):
     """Beside an image a body is small: its numbers are named, and its members are compared."""

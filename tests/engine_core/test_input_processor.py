@@ -138,7 +138,9 @@ def test_images_with_a_grid_of_other_rows_are_refused(grid):
     harness.receive(image_request((1, 2), grid=grid))
     ((_, output),) = harness.outputs.outputs
     assert f"2 rows, and a grid of {list(grid)}" in output.error.message
-    harness.receive(image_request((1, 2), grid=(1, 4, 2)))
+    harness.receive(image_request((1, 2), grid=(1, 4, 2), offset=0, length=3))
+    assert "and a grid of" in harness.outputs.outputs[-1][1].error.message, "it has a marker"
+    harness.receive(image_request((1, 2), grid=(1, 4, 2), offset=1, length=2))
     assert len(harness.outputs.accepted) == 1
 
 

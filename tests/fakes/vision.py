@@ -29,6 +29,10 @@ class PixelEncoding:
     def __init__(self, rows: torch.Tensor, shares: list[float]) -> None:
         self._rows = rows
         self.shares = shares
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def advance(self, share: float) -> None:
         assert 0 < share <= 1
@@ -46,6 +50,7 @@ class PixelEncoder:
 
     def __init__(self) -> None:
         self.shares: list[list[float]] = []
+        self.encodings: list[PixelEncoding] = []
         self.grids: list[tuple[int, ...]] = []
 
     def begin(self, pixels: Pixels, grid: tuple[int, ...]) -> PixelEncoding:
@@ -53,7 +58,8 @@ class PixelEncoder:
             raise ValueError("it has no rows")
         self.shares.append([])
         self.grids.append(grid)
-        return PixelEncoding(pixels[:, :], self.shares[-1])
+        self.encodings.append(PixelEncoding(pixels[:, :], self.shares[-1]))
+        return self.encodings[-1]
 
 
 def save_image(

@@ -87,6 +87,7 @@ def test_freed_images_are_forgotten_finished_or_not(tmp_path: Path) -> None:
     cache.encode(1, 0, 2)
     cache.run(step_of(free=[first.mm_hash, second.mm_hash]))
     assert np.isnan(cache.output(0)).all()
+    assert cache.encoder.encodings[1].is_closed
     assert cache.encode(1, 2, 4) == []
     assert np.isnan(cache.output(1)).all(), "a slice of an image that was given up"
     cache.encode(0, 0, 4, free=[first.mm_hash])

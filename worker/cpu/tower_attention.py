@@ -65,8 +65,6 @@ class _PagedTileHeads(TileHeads):
         self._attention = CpuAttention(kernels, pages, shape)
         heads = shape.num_heads, shape.head_dim
         self._qkv = torch.zeros(num_tiles, num_tokens, 3, *heads, dtype=dtype)
-        self._no_rotation = torch.zeros(num_tiles * num_tokens, 2, shape.head_dim // 2)
-        self._no_rotation[:, 0] = 1.0
 
     def write(self, tiles: slice, rows: slice, qkv: torch.Tensor) -> None:
         own = self._qkv[tiles, rows, :, :, : self._head_dim]
@@ -90,7 +88,8 @@ class _PagedTileHeads(TileHeads):
             attend_end=np.full(len(own), self._num_tokens, dtype=np.int32),
         )
         self._attention.plan([inputs])
-        rotation = self._no_rotation[: len(own)]
+        rotation = torch.zeros(len(own), 2, own.shape[-1] // 2)
+        rotation[:, 0] = 1.0  # by no angle
         # The kernel writes keys and values to the pages, where they are already: the same numbers.
         mixed = self._attention.run(0, own[:, 0], own[:, 1], own[:, 2], rotation)
         return mixed[:, :, : self._head_dim].flatten(1)

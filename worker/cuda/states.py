@@ -68,7 +68,7 @@ class StateStep:
 class CudaStates(StateCache):
     """States whose plans are on the device; see StateCache.
 
-    step: of the planned step.
+    step: the plan of the current step.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class EncoderCache:
     def run_step(self, step: SchedulerOutput) -> EncodedSlices:
         """Forget what the engine no longer needs, then encode the slices of a step."""
         for mm_hash in step.free_encoder_mm_hashes:
-            self._running.pop(mm_hash, None)
+            self._stop(mm_hash)
             self._outputs.pop(mm_hash, None)
         if not step.scheduled_encoder_inputs:
             return NOTHING_ENCODED
@@ -68,7 +68,7 @@ class EncoderCache:
                 self._encode(part, feature)
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 logger.warning("image %s: %r", feature.pixels.name, error)
-                self._running.pop(feature.mm_hash, None)
+                self._stop(feature.mm_hash)
                 failed.append(feature.mm_hash)
         return EncodedSlices(time.monotonic() - begin, failed)
 
@@ -82,9 +82,15 @@ class EncoderCache:
             return np.full((rows.stop - rows.start, hidden_size), np.nan, dtype=np.float32)
         return output[rows]
 
+    def _stop(self, mm_hash: bytes) -> None:
+        """End the encoding of an image, if there is one."""
+        if (encoding := self._running.pop(mm_hash, None)) is not None:
+            encoding.close()
+
     def _encode(self, part: EncoderSlice, feature: MultiModalFeature) -> None:
         mm_hash = feature.mm_hash
         if part.start == 0:
+            self._stop(mm_hash)
             pixels = PixelFile(self._folder, feature.pixels)
             self._running[mm_hash] = self._encoder.begin(pixels, feature.grid)
         encoding = self._running.get(mm_hash)

@@ -215,9 +215,9 @@ class EncoderInputs(SchedulerFeature):
     def first_chunk(self, request: Request, first: int, num_new: int, most: int) -> int:
         """Return `cut_chunk` of a waiting request; it is 0 for one that has to be parked.
 
-        Without chunked prefill the prompt waits until all of its images are there, if the workers
-        have room for all of them. So it does if too many running requests lack an output already;
-        if workers have no room for all of its images, for as many as they have.
+        Without chunked prefill the prompt waits until all of its images are encoded, if the workers
+        have room for all of them. If running requests that lack an output have half of the places
+        already, it waits in any case, for as many of its images as the workers have room for.
         """
         end = first + num_new
         self._parked.pop(request.seq_id, None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 import os
 import resource
 import signal
@@ -348,6 +349,15 @@ def sizes_of_memory_files() -> list[int]:
     """Return the bytes in the files that this process shares with others."""
     links = [each for each in Path("/proc/self/fd").iterdir() if each.exists()]
     return [each.stat().st_size for each in links if os.readlink(each).startswith("/memfd:tokend")]
+
+
+async def test_a_photo_of_a_phone_fits_into_the_memory_of_a_grid(tmp_path: Path) -> None:
+    """16 megapixels, which Qwen3-VL's own settings hardly scale."""
+    size = {"longest_edge": 16_777_216, "shortest_edge": 65_536}
+    model = vision_folder("qwen3_vl", tmp_path / "m", size=size, patch_size=16)
+    async with open_reader(model, tmp_path / "run", media_memory=1 << 30) as reader:
+        loaded = await read_one(reader, encode_image(Image.new("RGB", (4608, 3456))))
+        assert math.prod(loaded.pixels.shape) > 3 * 15_000_000
 
 
 async def test_a_write_that_goes_on_after_its_timeout_reaches_no_other_file(

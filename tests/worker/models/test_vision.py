@@ -1,6 +1,8 @@
 """Vision parts against transformers in float32: rows of images, tokens that follow, refusals."""
 
+import gc
 import os
+import weakref
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -138,6 +140,22 @@ def test_pixels_are_read_slice_by_slice(name: str, tmp_path: Path) -> None:
     os.truncate(tmp_path / "pixels", 4 * pixels.numel() // 2)
     with pytest.raises(ValueError, match="became shorter"):
         encoding.advance(1.0)
+
+
+def test_an_encoding_that_is_not_completed_is_freed_at_once(tmp_path: Path) -> None:
+    """Without the cycle collector, which workers run rarely."""
+    _, prepared = saved("gemma3", tmp_path)
+    encoder = load_vision(prepared, torch.float32, CPU)
+    encoding = encoder.begin(*pixels_of(inputs_of("gemma3", [image("tall")])))
+    encoding.advance(0.3)
+    found = weakref.ref(encoding)
+    gc.disable()
+    try:
+        encoding.close()
+        del encoding
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_a_slice_is_a_part_of_the_work(tmp_path: Path) -> None:

@@ -293,6 +293,10 @@ class Encoding:
         if self._done == self._total:
             self._work.close()  # frees what it holds
 
+    def close(self) -> None:
+        """End an encoding that will not be completed: what it holds is freed with it."""
+        self._work.close()
+
     @property
     def output(self) -> torch.Tensor:
         """Rows [num_embeds, numbers of a row] in the encoder's dtype, once all work is done."""

@@ -176,12 +176,12 @@ class GridSpec(VisionSpec):
         return 2 * self.size * (self.size + columns + 2 * num_seen)
 
     def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
-        """As in other specs, with the rotations and places of all patches."""
+        """Return what `VisionSpec` counts, and the rotations and places of all patches."""
         of_patch = self.head_size * _FLOAT32 + _PLACE_BYTES
         return super().activation_bytes(itemsize, attention_numbers) + self.most_tokens * of_patch
 
     def unit_bytes(self, itemsize: int, num_rows: int) -> int:
-        """As in other specs, or what interpolating positions takes if that is more."""
+        """Return what `VisionSpec` counts, or what interpolating positions takes if it is more."""
         products = super().unit_bytes(itemsize, num_rows)
         if not self.position_side:
             return products

@@ -36,7 +36,7 @@ ALL: Final = slice(None)
 class _Merger:
     """Two products for each square of patches.
 
-    norm: of each patch, or with `norms_squares` of the patches of a square side by side.
+    normed: numbers that its norm joins: of a patch, or of the patches of a square side by side.
     """
 
     def __init__(self, spec: GridSpec, prefix: str, normed: int, weights: VisionWeights) -> None:
