@@ -51,8 +51,10 @@ class RotaryEmbedding:
             table[:, 0, : rotary_dim // 2] = angles.cos() * magnitude
             table[:, 1, : rotary_dim // 2] = angles.sin() * magnitude
         axes = () if isinstance(rope, NoRope) else rope.axes
-        columns = [[i for i, each in enumerate(axes) if each == axis] for axis in range(MROPE_AXES)]
-        self._columns = [torch.tensor(each, dtype=torch.int64, device=device) for each in columns]
+        self._columns = [
+            torch.tensor([i for i, each in enumerate(axes) if each == axis], device=device)
+            for axis in (range(MROPE_AXES) if axes else ())
+        ]
         self.table = table.to(device)
         """Float32 [max_position, 2, head_dim / 2], contiguous."""
         self.query_scales: torch.Tensor | None = None

@@ -221,13 +221,13 @@ def test_a_position_of_an_image_beyond_the_length_is_refused(
     kernels = use_variant(variant)
     save_vision_model("qwen2_5_vl", tmp_path / "model")
     prepared = prepare_vision_model(tmp_path / "model", tmp_path / "prepared")
-    model = load(prepared, torch.float32, DenseFormat(torch.float32))
+    model = load(prepared, torch.float32, int8(kernels, torch.float32))
     runner = StackRunner(model, kernels, model._stacks[:1])
     runner.run()
     tokens, places = torch.zeros(70, dtype=torch.int64), torch.full((3, 70), 5)
     places[1] = 512
     with pytest.raises(IndexError):
-        model.forward(tokens, places, runner.attention)
+        runner.model.forward(tokens, places, runner.attention)
 
 
 @best_variant
