@@ -157,8 +157,8 @@ class StepPlanner:
 
         if a request waits that no feature holds back:
 
-        sequences      --max-num-seqs requests run, or as many as a step has tokens
-                       (`_can_run_one_more`)
+        sequences      --max-num-seqs requests run, or as many as a step has tokens for, beside
+                       an image that cannot be cut (`_can_run_one_more`)
         drafts         they take the positions (rows that a step samples) of another request
                        (`_has_position`)
         results        it waits for the result of a step in flight (`_admit`)
@@ -183,10 +183,11 @@ class StepPlanner:
                        (`_plan_running`)
         requests       all have their tokens, and none waits
 
-        While the engine is paused nothing is planned, and `Scheduler.schedule` says "pause". Three
-        things that shorten a step have no word: a draft is dropped for lack of blocks
-        (`_plan_running`), a request that this step has preempted is not admitted by it (`_admit`),
-        and a row is taken out after planning because its mask is late (`Scheduler.rewind_rows`).
+        While the engine is paused nothing is planned, and `Scheduler.schedule` says "pause". What
+        else shortens a step has no word: a draft is dropped for lack of blocks (`_plan_running`), a
+        request that this step has preempted is not admitted by it (`_admit`), a prompt leaves
+        tokens to requests that need none in the end (`EncoderInputs.leaves_room`), and a row is
+        taken out after planning because its mask is late (`Scheduler.rewind_rows`).
         """
         waiting, chunks = self._waiting, self._chunks
         if plan.budget <= 0:

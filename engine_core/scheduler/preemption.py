@@ -90,7 +90,7 @@ def index_of(running: Sequence[Request], request: Request) -> int:
 
 
 class NonRunningBlocks:
-    """Requests that hold blocks and do not run: resumable sessions between turns, and loaded ones.
+    """Requests that hold blocks and do not run: sessions between turns, forks, and loaded ones.
 
         idle      waits for input: its blocks are freed for any request that needs some; the one
                   that has been idle longest first

@@ -175,7 +175,7 @@ class AgentSessions(SchedulerFeature):
         return len(self._retained_prefixes) < num_before
 
     def drop_corrupt_prefix(self, request: Request) -> None:
-        """Release the prefix of a turn whose KV is not finite."""
+        """Release the prefix of a turn whose KV is not finite, or whose image failed."""
         name = request.agent.session
         prefix = self._retained_prefixes.prefix_of(name) if name else None
         if prefix is not None and prefix.request_id == request.request_id:
