@@ -68,7 +68,7 @@ def vision_bytes(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevic
         spec.weight_bytes(size),
         spec.pixel_bytes,
         spec.activation_bytes(size, attention.numbers_per_token)
-        + spec.unit_bytes(size, unit_rows(device)),
+        + spec.unit_bytes(size, unit_rows(device, dtype)),
         spec.output_bytes(size),
         spec.row_numbers,
     )

@@ -4,7 +4,8 @@ An image is encoded in many small units, each a range of rows in a stage of a la
 
     patches    pixels of the rows, their product, positions
     keys       norm, queries, keys and values of the rows                       for each layer
-    mixing     attention of the rows to what they see, its product, MLP         for each layer
+    attention  of the rows to what they see                                     for each layer
+    mixing     its product, MLP, right after the attention of these rows        for each layer
     outputs    the projector's rows
 
 `Encoding.advance` computes some of them, so a step may stop anywhere. The units are the same
@@ -30,9 +31,10 @@ from worker.models.layer_device import LayerDevice
 from worker.models.rotary import rotate
 from worker.models.vision.spec import VisionActivation, VisionSpec
 
-_UNIT_ROWS: Final = 64
-"""Rows of a unit on a device whose results are there when a call returns: enough for a product to
-be fast, and a few milliseconds of one core."""
+_UNIT_BYTES: Final = 384
+"""Bytes of a number of each row of a unit on a device whose results are there when a call returns:
+192 rows of bfloat16, 96 of float32. Enough for products and attention to be fast, and some ten
+milliseconds of two cores."""
 _UNIT_TOKENS: Final = 4096
 """Tokens of a tile up to which a unit has these rows; with more, of which each row sees all, it has
 fewer, so that its attention takes no longer."""
@@ -90,9 +92,9 @@ class Pixels(Protocol):
         ...
 
 
-def unit_rows(device: LayerDevice) -> int:
-    """Return the rows of a unit on a device."""
-    return _UNIT_ROWS if device.has_results else _ALL_ROWS
+def unit_rows(device: LayerDevice, dtype: torch.dtype) -> int:
+    """Return the rows of a unit on a device. dtype: of activations."""
+    return _UNIT_BYTES // dtype.itemsize if device.has_results else _ALL_ROWS
 
 
 def tower_attention(spec: VisionSpec, dtype: torch.dtype, device: LayerDevice) -> TowerAttention:
@@ -192,20 +194,18 @@ class TowerLayer:
             turned.copy_(rotate(turned, of_rows))
         heads.write(tiles, rows, qkv)
 
-    def mix(
-        self,
-        residual: torch.Tensor,
-        heads: TileHeads,
-        tiles: slice,
-        rows: slice,
-        windows: Sequence[int],
-    ) -> None:
-        """Add attention and MLP to these rows; `heads` has all rows of their tiles.
+    def attend(
+        self, heads: TileHeads, tiles: slice, rows: slice, windows: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the attention of rows to what they see; `heads` has all rows of their tiles.
 
         windows: as in Layout.
         """
+        return heads.attend(tiles, rows, windows if self.has_windows else ())
+
+    def mix(self, residual: torch.Tensor, tiles: slice, rows: slice, mixed: torch.Tensor) -> None:
+        """Add the product of the attention, and the MLP, to rows [tiles, rows, hidden]."""
         own = residual[tiles, rows].view(-1, residual.shape[-1])
-        mixed = heads.attend(tiles, rows, windows if self.has_windows else ())
         own.copy_(self._out.add_to(own, mixed))
         own.copy_(self._down.add_to(own, self._activation(self._inner(self._norm2(own)))))
 
@@ -224,7 +224,7 @@ class VisionEncoder(ABC):
         self.dtype = weights.dtype
         self.max_embeds = spec.max_embeds
         self.device = weights.device.torch_device
-        self.unit_rows = unit_rows(weights.device)
+        self.unit_rows = unit_rows(weights.device, weights.dtype)
         self.attention = tower_attention(spec, weights.dtype, weights.device)
         self.layers = list(layers)
 
@@ -274,11 +274,12 @@ class Encoding:
         self.num_embeds = layout.num_tiles * layout.num_embeds
         spec, num_rows = encoder.spec, layout.num_tiles * layout.num_tokens
         widest = max((end - first for first, end in pairwise(layout.windows)), default=0)
-        self._mixing_flops = [
-            spec.mixing_flops(widest if layer.has_windows else layout.num_tokens)
+        self._attention_flops = [
+            spec.attention_flops(widest if layer.has_windows else layout.num_tokens)
             for layer in encoder.layers
         ]
-        of_token = spec.patch_flops + len(encoder.layers) * spec.key_flops + sum(self._mixing_flops)
+        of_layers = len(encoder.layers) * (spec.key_flops + spec.mixing_flops)
+        of_token = spec.patch_flops + of_layers + sum(self._attention_flops)
         self._total = num_rows * of_token + self.num_embeds * spec.output_flops
         self._done = 0
         self._work = self._compute(pixels)
@@ -325,8 +326,10 @@ class Encoding:
                 layer.compute_keys(residual, heads, tiles, rows, layout.rotations)
                 yield spec.key_flops * _num_rows(tiles, rows)
             for tiles, rows in blocks:
-                layer.mix(residual, heads, tiles, rows, layout.windows)
-                yield self._mixing_flops[number] * _num_rows(tiles, rows)
+                mixed = layer.attend(heads, tiles, rows, layout.windows)
+                yield self._attention_flops[number] * _num_rows(tiles, rows)
+                layer.mix(residual, tiles, rows, mixed)
+                yield spec.mixing_flops * _num_rows(tiles, rows)
         features[len(encoder.layers)] = residual
         read = [features[number] for number in spec.feature_layers]
         order = layout.embed_order

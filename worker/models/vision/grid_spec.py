@@ -171,9 +171,9 @@ class GridSpec(VisionSpec):
         joined = self.size * self.merge**2
         return 2 * joined * (joined + self.output_size) * len(self.feature_layers)
 
-    def mixing_flops(self, num_seen: int) -> int:
-        columns = self.intermediate_size * len(self.mlp)
-        return 2 * self.size * (self.size + columns + 2 * num_seen)
+    @property
+    def mixing_flops(self) -> int:
+        return 2 * self.size * (self.size + self.intermediate_size * len(self.mlp))
 
     def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
         """Return what `VisionSpec` counts, and the rotations and places of all patches."""

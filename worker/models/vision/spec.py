@@ -123,9 +123,14 @@ class VisionSpec(ABC):
         """FLOPs of queries, keys and values of a token in a layer."""
         return 6 * self.hidden_size**2
 
+    def attention_flops(self, num_seen: int) -> int:
+        """Return the FLOPs of a layer's attention for a token that sees this many."""
+        return 4 * self.hidden_size * num_seen
+
+    @property
     @abstractmethod
-    def mixing_flops(self, num_seen: int) -> int:
-        """Return the FLOPs of the rest of a layer for a token that sees this many, about."""
+    def mixing_flops(self) -> int:
+        """FLOPs of the rest of a layer for a token, about."""
 
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of the weights. itemsize: bytes of a number."""

@@ -296,9 +296,10 @@ class TileSpec(VisionSpec):
             case PoolProjector():
                 return 2 * size * out
 
-    def mixing_flops(self, num_seen: int) -> int:
+    @property
+    def mixing_flops(self) -> int:
         size, of_mlp = self.tower.hidden_size, 3 if self.tower.is_gated else 2
-        return 2 * size * (size + of_mlp * self.tower.intermediate_size + 2 * num_seen)
+        return 2 * size * (size + of_mlp * self.tower.intermediate_size)
 
     def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
         """Return the bytes that encoding the largest image keeps between slices, but its output.
