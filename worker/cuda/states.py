@@ -100,7 +100,7 @@ class CudaStates(StateCache):
     def _send(
         self, inputs: AttentionInputs, num_seqs: int, num_tokens: int, *, is_fixed: bool
     ) -> None:
-        """Queue the copy of a step's plan, with room for so many sequences and tokens."""
+        """Queue the copy of a step's plan, with room for these numbers of sequences and tokens."""
         sizes = StateStep.sizes(num_seqs, num_tokens)
         plan = plan_states(inputs, self.block_size)
         (flat,) = self._transfers.to_device([flat_plan(plan, inputs, sizes)])

@@ -214,7 +214,7 @@ class AttentionSpec(PartSpec):
             if len(ranks) > queries:
                 raise ConfigError(
                     f"--tensor-parallel-size {size}: {self.num_heads} query heads over "
-                    f"{self.num_kv_heads} KV heads do not suffice for so many workers"
+                    f"{self.num_kv_heads} KV heads cannot be divided among the workers"
                 )
             first = kv * queries
             heads += [

@@ -181,12 +181,12 @@ class GridSpec(VisionSpec):
         return super().activation_bytes(itemsize, attention_numbers) + self.most_tokens * of_patch
 
     def unit_bytes(self, itemsize: int, num_rows: int) -> int:
-        """Return what `VisionSpec` counts, or what interpolating positions takes if it is more."""
-        products = super().unit_bytes(itemsize, num_rows)
+        """Return the most of what `VisionSpec` counts, rotations, and interpolated positions."""
+        most = max(super().unit_bytes(itemsize, num_rows), self.rotation_bytes(itemsize, num_rows))
         if not self.position_side:
-            return products
+            return most
         rows = min(num_rows, self.most_tokens)
-        return max(products, _FLOAT32 * rows * (_TAP_VECTORS * self.size + self.patch_numbers))
+        return max(most, _FLOAT32 * rows * (_TAP_VECTORS * self.size + self.patch_numbers))
 
     @property
     def pixel_bytes(self) -> int:

@@ -151,6 +151,15 @@ class VisionSpec(ABC):
         widest = 2 * max(self.inner_numbers, self.patch_numbers) + 4 * self.hidden_size
         return itemsize * rows * widest
 
+    def rotation_bytes(self, itemsize: int, num_rows: int) -> int:
+        """Return the bytes for rotating queries and keys of this many tokens.
+
+        Queries, keys and values with the norm before them; then queries and keys in float32, their
+        halves, and these joined in float32 and in the dtype of the activations.
+        """
+        rows = min(num_rows, self.most_tokens)
+        return rows * self.hidden_size * (6 * itemsize + 24)
+
     @property
     @abstractmethod
     def pixel_bytes(self) -> int:

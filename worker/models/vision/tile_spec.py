@@ -302,22 +302,17 @@ class TileSpec(VisionSpec):
         return 2 * size * (size + of_mlp * self.tower.intermediate_size)
 
     def activation_bytes(self, itemsize: int, attention_numbers: int) -> int:
-        """Return the bytes that encoding the largest image keeps between slices, but its output.
-
-        Residuals that the projector reads, what attention keeps of all tokens, and cosines and
-        sines of rotary positions. attention_numbers: of each token.
-        """
-        tower = self.tower
-        numbers = len({*self.feature_layers}) * tower.hidden_size + attention_numbers
-        of_rotation = 0 if tower.rope is None else 4 * tower.head_dim
-        return (itemsize * numbers + of_rotation) * self.most_tokens
+        """Return what `VisionSpec` counts, and cosines and sines of rotary positions."""
+        of_token = 0 if self.tower.rope is None else 4 * self.tower.head_dim
+        return super().activation_bytes(itemsize, attention_numbers) + self.most_tokens * of_token
 
     def unit_bytes(self, itemsize: int, num_rows: int) -> int:
         """Return the bytes of the results of the products of this many tokens, at most."""
         tower, rows = self.tower, min(num_rows, self.most_tokens)
         of_mlp = (3 if tower.is_gated else 2) * tower.intermediate_size
         widest = max(of_mlp, 2 * tower.patch_numbers) + 4 * tower.hidden_size
-        return itemsize * rows * widest
+        of_rotation = 0 if tower.rope is None else self.rotation_bytes(itemsize, num_rows)
+        return max(itemsize * rows * widest, of_rotation)
 
     @property
     def pixel_bytes(self) -> int:
