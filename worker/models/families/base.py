@@ -75,7 +75,9 @@ ROTATES: Final = "rope.scaling.finetuned"
 """Whether queries and keys of a hybrid rotate."""
 KV_HEADS: Final = "attention.head_count_kv"
 IMAGE_SECTIONS: Final = "rope.dimension_sections"
-"""Dimensions of a head that rotate by the time, row and column of an image: text needs none."""
+"""Frequencies of a head that rotate by the time, row and column of an image; a fourth is 0."""
+DEEPSTACK_LAYERS: Final = "n_deepstack_layers"
+"""Layers to which an image adds rows; its vision part says the same."""
 
 DEFAULT_THETA: Final = 10_000.0
 
@@ -271,6 +273,28 @@ def finish_delta_rule(config: dict[str, Any], metadata: GgufMetadata) -> None:
     if isinstance(recurrent, list):  # layers that predict further tokens come last
         config["layer_types"] = [LINEAR if each else FULL for each in recurrent[:num_layers]]
     config["of_llama_cpp"] = True
+
+
+def add_image_sections(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add which frequencies rotate by which position of an image's tokens, if the file says so."""
+    sections = metadata.keys.get(IMAGE_SECTIONS)
+    if isinstance(sections, list) and any(sections):
+        if any(sections[3:]):
+            raise ModelError(f"{metadata.prefix}{IMAGE_SECTIONS} {shown(sections)}: not supported")
+        config["rope_parameters"]["mrope_section"] = sections[:3]
+
+
+def add_interleaved_sections(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add the same of models in which these frequencies alternate."""
+    add_image_sections(config, metadata)
+    if "mrope_section" in config["rope_parameters"]:
+        config["rope_parameters"]["mrope_interleaved"] = True
+
+
+def finish_delta_rule_of_images(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add what `finish_delta_rule` and `add_interleaved_sections` do."""
+    finish_delta_rule(config, metadata)
+    add_interleaved_sections(config, metadata)
 
 
 DELTA_RULE_GGUF: Final = Gguf(
