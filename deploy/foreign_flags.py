@@ -2,7 +2,7 @@
 
     --enable-auto-tool-choice    NO_EFFECT   taken; a notice says why it changes nothing
     --task embed                 SAME        taken as --runner pooling
-    --mmproj FILE                MISSING     refused; the reason names what is missing
+    --rope-scaling JSON          MISSING     refused; the reason names what is missing
     --ctx-size 8192              MEANT       refused; --max-model-len is suggested
 
 Names are without dashes; `_` in a flag counts as `-`, as in vLLM.
@@ -89,6 +89,7 @@ SAME: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "enable-log-requests": {"": ("--no-disable-log-requests",)},
     "no-enable-log-requests": {"": ("--disable-log-requests",)},
     "disable-uvicorn-access-log": {"": ("--disable-log-requests",)},
+    "no-mmproj": {"": ("--no-mmproj-auto",)},
     "disable-fastapi-docs": {"": ("--no-page",)},
     **{name: {"": _POOLING} for name in ("embedding", "embeddings", "reranking", "rerank")},
     "pooling": {
@@ -131,7 +132,6 @@ MISSING: Final[Mapping[str, str]] = {
     "rope-scaling": "change config.json in a copy of the folder",
     "cpu-offload-gb": "weights are on the device as a whole",
     "load-format dummy": "weights are those of the model's files",
-    "mmproj": "the file with mmproj in its name that lies beside the model is read",
     "ray-address": "there are no nodes yet",
     "nnodes": "there are no nodes yet",
     "data-parallel-backend": "there are no replicas yet",

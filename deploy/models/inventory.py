@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue, hub
-from deploy.models.gguf_parts import part_names
+from deploy.models.gguf_parts import choose_vision_file, is_vision_file, part_names
 from deploy.models.hub import HubName
 from deploy.models.lock_file import exclusive
 from deploy.models.prepared_folder import size_text
@@ -111,7 +111,9 @@ def _of_hub(environment: HostEnvironment, starts: Starts) -> Iterator[StoredMode
         for first, kind in zip(models, kinds, strict=True):
             tag = kind if kind and kinds.count(kind) == 1 else os.path.basename(first)
             hub_name = HubName(name, tag if len(models) > 1 else "")
-            blobs = {blob for part in part_names(first) for blob in files.get(part, ())}
+            vision = choose_vision_file(first, files)
+            own = [*part_names(first), *([vision] if vision else ())]
+            blobs = {blob for each in own for blob in files.get(each, ())}
             yield _stored(str(hub_name), f"GGUF {kind}{unfinished}", blobs, starts)
     for folder in Path(environment.hugging_face_cache).glob("models--*--*"):
         name = hub.repository_of(folder)
@@ -222,7 +224,7 @@ def _is_below(path: str, roots: Iterable[Path]) -> bool:
 def _remove_gguf(name: HubName, environment: HostEnvironment) -> int:
     """Remove the files of one GGUF model of a repository in all revisions; return the bytes."""
     repository = _repositories(environment)[name.repository]
-    chosen = hub.select_gguf(_blobs(repository), name)
+    chosen = _gguf_files(_blobs(repository), name)
     blobs = _gguf_blobs(repository, name)
     num_bytes = sum(blob.stat().st_size for blob in blobs)
     _remove_prepared(blobs, environment)
@@ -238,9 +240,17 @@ def _remove_gguf(name: HubName, environment: HostEnvironment) -> int:
 def _gguf_blobs(repository: "CachedRepoInfo", name: HubName) -> set[Path]:
     """Return the blobs of one GGUF model that are not those of other files, too."""
     files = _blobs(repository)
-    chosen = hub.select_gguf(files, name)
+    chosen = _gguf_files(files, name)
     kept = {blob for each, blobs in files.items() if each not in chosen for blob in blobs}
     return {blob for each in chosen for blob in files[each]} - kept
+
+
+def _gguf_files(files: Collection[str], name: HubName) -> list[str]:
+    """Return the files of one GGUF model; after the last one of a repository vision parts, too."""
+    chosen = hub.select_gguf(files, name)
+    if set(hub.gguf_models(files)) <= set(chosen):
+        chosen += filter(is_vision_file, files)
+    return chosen
 
 
 def _gone(environment: HostEnvironment) -> dict[str, list[Path]]:

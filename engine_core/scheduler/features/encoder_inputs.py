@@ -14,9 +14,9 @@ running requests have passed comes before them, since text before an image lets 
 
 A request whose first chunk would be empty is parked, and others pass. So is one that would run and
 then wait for an image, if half of the running requests may come to that: a request that computes
-nothing takes the place of another one. Such a request *claims* the outputs that it waits for, and so
-does a running request. It keeps those of the images that follow, up to the first one that lacks its
-output. An output that nothing claims stays until its rows are needed for another one. Rows are
+nothing takes the place of another one. Such a request *claims* the outputs that it waits for, and
+so does a running request. It keeps those of the images that follow, up to the first one that lacks
+its output. An output that nothing claims stays until its rows are needed for another one. Rows are
 taken from requests that are parked, too, and for a running request from all that wait. So no
 request waits for rows that only a later one frees.
 """
