@@ -35,7 +35,7 @@ from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE
 from proto.settings.config import SpeculationConfig
 from proto.settings.speculative_config import HEAD_METHODS
 
-PREPARE_VERSION: Final = 12
+PREPARE_VERSION: Final = 13
 """Version of the preparation: to be raised when the same source yields something else."""
 
 START_STAMP: Final = "started"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.fakes.tiny_ggufs import place_in, rows_of
 from tests.fakes.tiny_model_files import add_tokenizer
-from tests.fakes.tiny_vision import GEMMA_PLACEHOLDER, IMAGE, VOCABULARY
+from tests.fakes.tiny_vision import GEMMA_PLACEHOLDER, IMAGE, VOCABULARY, chat_template
 from worker.models.registry import spec_from_config
 
 TEXTS: Final = {
@@ -30,6 +30,7 @@ _MARKERS: Final = {
     GEMMA_PLACEHOLDER: "<|vision_start|>",
     "<end_of_image>": "<|vision_end|>",
 }
+_FRAME: Final = (GEMMA_PLACEHOLDER, IMAGE, "<end_of_image>")
 TOKENS: Final = tuple(_MARKERS.get(token, token) for token in VOCABULARY)
 _SCALARS: Final = {
     "context_length": "max_position_embeddings",
@@ -77,6 +78,8 @@ def write_language_model(name: str, model: Any, config: dict[str, Any], path: Pa
         recurrent = [each == "linear_attention" for each in config["layer_types"]]
         writer.add_array(f"{TEXTS[name]}.attention.recurrent_layers", recurrent)
     add_tokenizer(writer, TOKENS)
+    writer.add_bos_token_id(TOKENS.index("<s>"))
+    writer.add_chat_template(chat_template("".join(_MARKERS[each] for each in _FRAME)))
     for own, numbers in _language_tensors(model, config).items():
         writer.add_tensor(own, numbers)
     _close(writer)
