@@ -5,7 +5,6 @@ llama.cpp's converter writes it (`--mmproj`). Keys begin with `clip.vision.`, na
 that one reader has both. A file of another kind, or for another model, is left out.
 """
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -103,14 +102,17 @@ def read(
     missing = next((name for name in _TOWER_KEYS if name not in vision), None)
     if missing is not None:
         raise ModelError(f"{path} has no {_VISION}{missing}")
-    shape = shapes.get(_INNER)
-    if shape is not None and len(shape) == 2 and vision["embedding_length"] in shape:
+    shape = shapes.get(_INNER, ())
+    if len(shape) == 2 and vision["embedding_length"] in shape:
         # Files of Qwen2-VL have another number in its place.
-        vision["feed_forward_length"] = math.prod(shape) // vision["embedding_length"]
+        is_second = shape[0] == vision["embedding_length"]
+        vision["feed_forward_length"] = shape[1] if is_second else shape[0]
     vision["projection_dim"] = output_size
     tower = {key: vision[name] for name, key in _TOWER_KEYS.items()}
     side = _whole(tower, "image_size") // _whole(tower, "patch_size")
-    if _whole(tower, "num_hidden_layers") > _MAX_LAYERS:
+    for key in ("embedding_length", "feed_forward_length", "block_count"):
+        _whole(vision, key)
+    if vision["block_count"] > _MAX_LAYERS:
         raise ModelError(f"{path} has more than {_MAX_LAYERS} layers")
     scale_key = next((key for key in _SCALE_KEYS if key in vision), _SCALE_KEYS[0])
     scale = vision.get(scale_key, kind.merge)
@@ -155,8 +157,8 @@ def _find_kind(projector: Any, tensors: Collection[str], text: Any) -> VisionGgu
     )
 
 
-def _whole(tower: Mapping[str, Any], key: str) -> int:
-    value = tower[key]
+def _whole(keys: Mapping[str, Any], key: str) -> int:
+    value = keys[key]
     if type(value) is not int or value < 1:
         raise ModelError(f"{_VISION}{key} = {shown(repr(value))}: a whole number is needed")
     return value

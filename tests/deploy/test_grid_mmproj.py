@@ -150,6 +150,7 @@ def test_a_vision_part_of_another_language_model(tmp_path: Path) -> None:
         ("qwen3_vl", {"spatial_merge_size": 0}, "clip.vision.spatial_merge_size = 0"),
         ("qwen2_vl", {"block_count": 1 << 30}, "more than 1024 layers"),
         ("qwen2_vl", {"patch_size": 0}, "clip.vision.patch_size = 0"),
+        ("qwen2_vl", {"embedding_length": 0}, "clip.vision.embedding_length = 0"),
     ],
 )
 def test_settings_that_are_refused(

@@ -37,7 +37,7 @@ _LAYER_NAMES: Final = {
 _QKV: Final = ("attn_q", "attn_k", "attn_v")
 _MERGER: Final = ("v.post_ln", "mm.0", "mm.2")
 _STACKED_NAMES: Final = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
-_NUMBERED: Final = re.compile(r"v\.(blk|deepstack)\.(\d+)\.(\w+)\.(weight|bias)")
+_NUMBERED: Final = re.compile(r"v\.(blk|deepstack)\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 
 def grid_settings(
