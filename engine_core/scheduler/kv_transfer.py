@@ -138,8 +138,8 @@ class KVTransferManager(SchedulerFeature):
     """Asks the connector for KV of waiting requests, and keeps the transfers that are under way.
 
     connector: also used directly by the engine's loop. rewound_until_step: by seq_id, the last step
-    whose result is ignored for a request, because the step read KV that was never loaded, or
-    sampled without a mask; written here only.
+    whose result is ignored for a request, because the step read KV that was never loaded, sampled
+    without a mask, or computed an image without its output; written here only.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -582,6 +582,11 @@ class KVTransferManager(SchedulerFeature):
         self._kv_cache.rewind(request, num_valid)
         self.rewind_request(request, num_valid, step)
 
+    def ignore_results(self, request: Request, step: int) -> None:
+        """Ignore the results of a request in all steps up to this one."""
+        request.num_output_placeholders = 0
+        self.rewound_until_step[request.seq_id] = step
+
     def rewind_request(self, request: Request, num_valid: int, step: int) -> None:
         """Have a request compute its tokens from `num_valid` on again.
 
@@ -589,9 +594,8 @@ class KVTransferManager(SchedulerFeature):
         """
         seq_id = request.seq_id
         request.num_computed_tokens = num_valid
-        request.num_output_placeholders = 0
         request.spec_token_ids.clear()
-        self.rewound_until_step[seq_id] = step
+        self.ignore_results(request, step)
         if request.status is RequestStatus.RUNNING:
             self._rewound[seq_id] = request
         if not num_valid:

@@ -443,8 +443,14 @@ class ResultPass:
                 request.num_computed_tokens = min(request.num_computed_tokens, first)
                 message = f"image {failed.index + 1} of the prompt could not be encoded"
                 self.fail_request(request, ErrorInfo("internal", message), outputs)
-            elif request.num_computed_tokens > first:
+                continue
+            # A preempted request may have a row in flight that has computed the image.
+            is_preempted = request.num_preemptions > 0
+            is_running = request.status is RequestStatus.RUNNING
+            if request.num_computed_tokens > first or (is_preempted and is_running):
                 self._kv_transfer.rewind_request(request, 0, last_step)
+            elif is_preempted:
+                self._kv_transfer.ignore_results(request, last_step)
 
     def _discard_kv(self, request: Request) -> None:
         self._kv_transfer.discard_content(request)

@@ -500,6 +500,20 @@ def test_a_lost_file_of_a_front_end_ends_no_request_of_another(
     assert not engine.runner.encoder.failed
 
 
+def test_a_lost_file_ends_no_request_that_is_preempted_with_its_row_in_flight():
+    engine = ImageHarness(async_scheduling=True)
+    first = engine.add_parts((1, 6), text(4), max_tokens=6)
+    prompt, features = with_pictures([text(2, 50), (1, 6), text(5)])
+    features = [replace(each, pixels=SharedPixels("other", (3, 2, 2))) for each in features]
+    engine.runner.encoder.lost_files.add(first.mm_features[0].pixels.name)
+    second = engine.add_one(prompt, 6, mm_features=features, front_end=1)
+    engine.send()
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    engine.finish(second)
+    assert engine.finish_reason_of(first) is FinishReason.ERROR
+    assert engine.finish_reason_of(second) is FinishReason.LENGTH
+
+
 def test_requests_that_found_what_was_computed_without_an_image_end_too():
     """With overlapped steps others are admitted before the result says that it failed."""
     engine = ImageHarness(async_scheduling=True)
