@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.models import gguf_file, prepared_folder
+from deploy.environment import HostEnvironment
+from deploy.models import gguf_file, prepared_folder, store
 from proto.errors import ModelError
 from proto.messages.prepared_model import PreparedModel, VisionFacts
+from tests.deploy.test_flags import built
+from tests.deploy.test_prepare import Recorder, around
 from tests.fakes.devices import CPU
 from tests.fakes.tiny_vision import (
     GRIDS,
@@ -22,6 +25,7 @@ from tests.fakes.vision_ggufs import TEXTS, write_grid_mmproj, write_language_mo
 from worker.loader.vision import load_vision
 from worker.models.registry import read_config
 
+__all__ = ["around"]
 WINDOWS = {"vision_config": {"window_size": 112}}
 """Of Qwen2.5-VL's tower; its files do not say."""
 
@@ -165,6 +169,31 @@ def test_a_tensor_with_a_part_that_does_not_fit(tmp_path: Path) -> None:
     _, found = write_pair("qwen2_vl", tmp_path, block_count=3)
     with pytest.raises(ModelError, match=r"blocks\.3\."):
         load_vision(found, torch.float32, CPU)
+
+
+def test_a_named_file_and_none(tmp_path: Path, around: HostEnvironment) -> None:
+    """The file of the flag is read in place of the one beside the model, and must fit."""
+    write_pair("qwen2_vl", tmp_path)
+    model, elsewhere = tmp_path / "gguf/tiny.gguf", tmp_path / "vision.gguf"
+
+    def prepared(mmproj: str | None) -> PreparedModel:
+        return store.prepared_model(str(model), around, Recorder(), mmproj=mmproj)
+
+    assert prepared(None).vision is not None
+    (tmp_path / "gguf/mmproj-tiny-f16.gguf").rename(elsewhere)
+    assert prepared(None).vision is None
+    assert prepared(str(elsewhere)).vision is not None
+    elsewhere.rename(tmp_path / "gguf/mmproj-tiny-f16.gguf")
+    assert (prepared("").vision, prepared("").unloaded_parts) == (None, ())
+    for path, reason in ((model, "is no vision part that tokend reads"), (elsewhere, "no such")):
+        with pytest.raises(ModelError, match=f"--mmproj {path}.*{reason}"):
+            prepared(str(path))
+
+
+def test_flags() -> None:
+    assert built().model.mmproj_file is None
+    assert built("--no-mmproj").model.mmproj_file == ""
+    assert built("--mmproj", "x.gguf").model.mmproj_file == "x.gguf"
 
 
 def test_all_language_models_have_files() -> None:
