@@ -125,8 +125,8 @@ def test_settings_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
         "merge_size": 2,
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 8 * 64, "longest_edge": 4096 * 64},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
+        "image_mean": pytest.approx([0.48145466, 0.4578275, 0.40821073], rel=1e-6),
+        "image_std": pytest.approx([0.26862954, 0.26130258, 0.27577711], rel=1e-6),
     }
 
 

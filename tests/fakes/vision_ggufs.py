@@ -145,8 +145,9 @@ def write_grid_mmproj(
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         if value is not None:
             add(f"clip.vision.{key}", value)
+    images = json.loads((model / "preprocessor_config.json").read_text())
     for key in ("image_mean", "image_std"):
-        writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
+        writer.add_array(f"clip.vision.{key}", images[key])
     for own, weight in load_file(model / "model.safetensors").items():
         if "visual." not in own:
             continue
