@@ -393,7 +393,7 @@ def test_a_killed_download_is_continued_by_the_next(
     server: HubServer, variables: dict[str, str], large: bytes
 ) -> None:
     server.break_connections(large, times=1, after=11 << 20)
-    arguments = ["org/name", "", "model", "", str(blobs(variables).parents[1]), "all"]
+    arguments = ["org/name", "", "model", "", str(blobs(variables).parents[1]), "all", "mmproj"]
     program = [sys.executable, "-P", "-m", "deploy.models.hub_download", *arguments]
 
     def partials() -> list[Path]:
