@@ -5,7 +5,6 @@ Command line: `python -m deploy.models.prepare NAME SOURCE KIND MMPROJ TARGET FI
 
 import sys
 import warnings
-from functools import partial
 
 from deploy.models import draft_head, gguf_file, hf_folder, prepared_folder, tokenizer_check
 from deploy.models.child_process import ChildMessage
@@ -25,9 +24,10 @@ def prepare(
 
     name, source, kind, mmproj: as in `store.ModelSource`.
     """
-    of_gguf = partial(gguf_file.read, vision_file=mmproj)
-    read = {"gguf": of_gguf, "folder": hf_folder.read, "head": draft_head.read}[kind]
-    contents = read(source, report)
+    if kind == "gguf":
+        contents = gguf_file.read(source, report, mmproj)
+    else:
+        contents = (hf_folder if kind == "folder" else draft_head).read(source, report)
     if kind != "head":
         report("checking the tokenizer")
         tokenizer_check.check(
