@@ -1,6 +1,9 @@
 """Vision parts over grids in GGUF files, against transformers and against the same folder."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from proto.messages.prepared_model import PreparedModel, VisionFacts
 from tests.deploy.test_flags import built
 from tests.deploy.test_prepare import Recorder, around
 from tests.fakes.devices import CPU
+from tests.fakes.hub_server import HubServer, Repository
 from tests.fakes.tiny_vision import (
     GRIDS,
     IMAGE_ID,
@@ -26,6 +30,7 @@ from worker.loader.vision import load_vision
 from worker.models.registry import read_config
 
 __all__ = ["around"]
+PAIR = ("tiny.gguf", "mmproj-tiny-f16.gguf")
 WINDOWS = {"vision_config": {"window_size": 112}}
 """Of Qwen2.5-VL's tower; its files do not say."""
 
@@ -188,6 +193,35 @@ def test_a_named_file_and_none(tmp_path: Path, around: HostEnvironment) -> None:
     for path, reason in ((model, "is no vision part that tokend reads"), (elsewhere, "no such")):
         with pytest.raises(ModelError, match=f"--mmproj {path}.*{reason}"):
             prepared(str(path))
+
+
+def test_a_pair_of_the_hub(tmp_path: Path) -> None:
+    """tokend pull, list and rm of a model whose vision part lies in the folder above it."""
+    write_pair("qwen2_vl", tmp_path)
+    model, vision = ((tmp_path / "gguf" / each).read_bytes() for each in PAIR)
+    server = HubServer()
+    files = {"Q8_0/x-Q8_0.gguf": model, "mmproj-F32.gguf": b"GGUF", "mmproj-F16.gguf": vision}
+    server.repositories["org/name"] = Repository(files)
+    folders = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf")}
+    variables = {**os.environ, **folders, "HF_ENDPOINT": server.url}
+
+    def tokend(*words: str) -> str:
+        program = [sys.executable, "-P", "-m", "deploy.cli", *words]
+        return subprocess.check_output(program, env=variables, text=True)
+
+    try:
+        assert "org/name:Q8_0 is prepared" in tokend("pull", "org/name:Q8_0", "--no-mmproj")
+        assert not [each for each in server.downloads() if "mmproj" in each]
+        tokend("pull", "org/name:Q8_0")
+        environment = HostEnvironment.of(variables)
+        found = store.prepared_model("org/name:Q8_0", environment, Recorder())
+        assert found.vision is not None
+        assert store.prepared_model("org/name", environment, Recorder(), mmproj="").vision is None
+        size = len(model) + len(vision)
+        assert f"{size / 1e6:.1f} MB" in tokend("list")
+        assert f"{size / 1e6:.1f} MB" in tokend("rm", "org/name:Q8_0")
+    finally:
+        server.close()
 
 
 def test_flags() -> None:
