@@ -492,11 +492,14 @@ def test_two_tabs_change_the_same_conversation(visit: Visit) -> None:
     answer(second, "two")
     first.wait_for_selector(".markdown >> text=two")
     assert shown(first) == shown(second)
+    second.hover("#conversations li")
+    row = second.query_selector("#conversations li")
     send(first, "of the first tab")
     assert sent(first) == [*shown(second)[:4], ("user", "of the first tab")]
     answer(first, "three")
     second.wait_for_selector(".markdown >> text=three")
-    second.hover("#conversations li")
+    second.wait_for_timeout(500)  # longer than the list waits before it shows a change
+    assert row is not None and row.evaluate("row => row.isConnected"), "a click would be lost"
     second.click("#conversations >> text=Delete")
     second.click("#sure-dialog [value=yes]")
     first.wait_for_selector("text=This conversation was deleted in another tab.")
