@@ -23,7 +23,6 @@ class NoEffect(NamedTuple):
 
 
 _ATTENTION: Final = "attention never stores its scores as a whole"
-_TEXT_ONLY: Final = "models are served for text"
 _GRAPHS: Final = "there is no compilation to set up; --enforce-eager turns CUDA graphs off"
 _PROCESSES: Final = "scheduler, workers and front ends are always processes of their own"
 
@@ -69,8 +68,6 @@ NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "cuda-graph-sizes": NoEffect(_GRAPHS, None),
     "guided-decoding-backend": NoEffect("grammars have one backend, llguidance", None),
     "structured-outputs-config": NoEffect("grammars have one backend, llguidance", None),
-    "mm-processor-kwargs": NoEffect(_TEXT_ONLY, None),
-    "language-model-only": NoEffect(_TEXT_ONLY),
     "distributed-executor-backend": NoEffect(_PROCESSES, ("mp", "uni")),
     "pipeline-parallel-size": NoEffect("layers are not divided", ("1",)),
     "data-parallel-size": NoEffect("there is one replica", ("1",)),
@@ -89,6 +86,7 @@ SAME: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "enable-log-requests": {"": ("--no-disable-log-requests",)},
     "no-enable-log-requests": {"": ("--disable-log-requests",)},
     "disable-uvicorn-access-log": {"": ("--disable-log-requests",)},
+    "language-model-only": {"": ("--limit-mm-per-prompt", '{"image": 0}')},
     "no-mmproj": {"": ("--no-mmproj-auto",)},
     "disable-fastapi-docs": {"": ("--no-page",)},
     **{name: {"": _POOLING} for name in ("embedding", "embeddings", "reranking", "rerank")},
@@ -126,7 +124,8 @@ SYNONYMS: Final[Mapping[str, Mapping[str, str]]] = {
 """Flag of tokend → word that vLLM takes for a value → that value."""
 
 MISSING: Final[Mapping[str, str]] = {
-    "default-mm-loras": "models are served for text",
+    "default-mm-loras": "a request names its adapter",
+    "mm-processor-kwargs": "images are scaled as the model's preprocessor_config.json says",
     "lora-scaled": "a request has the factor of its adapter, in the field lora",
     "hf-overrides": "change config.json in a copy of the folder",
     "rope-scaling": "change config.json in a copy of the folder",
