@@ -206,10 +206,7 @@ class StepPlanner:
                 return "results"
             if self._fairness.waits_for_deferred(head):
                 return "tenants"
-            num_missing = head.num_tokens - head.num_computed_tokens
-            if plan.lacks_tokens or not self._first_chunk(num_missing, plan):
-                return "chunks"
-            return "blocks"
+            return "chunks" if plan.lacks_tokens else "blocks"
         if (
             plan.num_prefilling
             and chunks.longest_chunk < chunks.token_budget
@@ -544,6 +541,7 @@ class StepPlanner:
         num_missing = request.num_tokens - num_computed
         num_new = self._chunks.first_chunk(num_missing, min(plan.budget, prompt_budget))
         if num_new == 0:
+            plan.lacks_tokens = True
             return False
         encoder_inputs = self._encoder_inputs
         if encoder_inputs is not None and num_computed < request.mm_end:
