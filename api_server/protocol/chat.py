@@ -23,6 +23,7 @@ from api_server.protocol.fields import (
     given_fields,
     ignored_of,
     is_nested_deeper,
+    most_elements,
     most_members,
     no_text,
 )
@@ -93,13 +94,6 @@ def _known_role(role: str) -> str:
     if role not in ROLES:
         raise ValueError(f"must be one of {', '.join(ROLES)}, not {shown(role)}")
     return role
-
-
-def check_message_count(messages: Any) -> Any:
-    """Raise ValueError for too many messages, before any of them is parsed."""
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise ValueError(f"at most {MAX_MESSAGES} messages, got {len(messages)}")
-    return messages
 
 
 def _with_content(message: Any, ignored: IgnoredFields) -> Any:
@@ -306,7 +300,7 @@ class ConversationFields(ToolFields):
     messages: Annotated[
         list[Message],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
-        BeforeValidator(check_message_count),
+        most_elements(MAX_MESSAGES, "messages"),
     ]
     """The conversation, at most 4096 messages."""
     add_generation_prompt: bool = True
