@@ -17,7 +17,7 @@ from worker.layers.router import RouterSpec
 from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
 from worker.models.latent_attention import LatentAttentionSpec
-from worker.models.layout import FULL, layer_kinds, layer_windows, num_layers_of
+from worker.models.layout import num_layers_of, windows_of_all_layers
 from worker.models.mlp import MlpSpec
 from worker.models.moe import MoeNames, MoeSpec
 from worker.models.parts import PartSpec
@@ -148,8 +148,7 @@ def attention_layers(
     that of `attention`.
     """
     if windows is None:
-        kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
-        windows = layer_windows(config, kinds, None)
+        windows = windows_of_all_layers(config, None)
     ropes = ropes or [attention.rope] * len(windows)
     num_pairs = attention.rotary_dim // 2
     for rope in ropes:
