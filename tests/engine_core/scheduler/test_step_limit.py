@@ -39,8 +39,8 @@ def test_the_next_request_finds_no_room(limit, settings):
 
 
 def test_blocks_are_missing_for_a_prompt_whose_cached_prefix_leaves_it_few_tokens():
-    """Its 64 tokens fit in no step of 60, but only 16 of them are computed."""
-    engine = EngineHarness(num_blocks=8, enable_chunked_prefill=False, max_num_batched_tokens=60)
+    """The rest of the step has no room for its 64 tokens, but 48 of them are not computed."""
+    engine = EngineHarness(num_blocks=8, enable_chunked_prefill=False, max_num_batched_tokens=64)
     prefix = list(range(48))
     engine.add_one(prefix, max_tokens=1)
     engine.run()
