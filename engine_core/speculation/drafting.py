@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine_core.request import Request
-from engine_core.scheduler.features.grammars import Grammars
 from engine_core.speculation.acceptance import AcceptanceTable
 from engine_core.speculation.draft_choice import StepCost, choose_lengths, needed_acceptance_prob
-from engine_core.speculation.grammar import GrammarProposer
+from engine_core.speculation.grammar import ForcedTokenSource, GrammarProposer
 from engine_core.speculation.lookup import IndexMemory, NgramProposer, SuffixProposer
 from engine_core.speculation.outside import DraftProposer
 from engine_core.speculation.proposer import Draft, Proposer, expected_tokens
@@ -430,7 +429,7 @@ def _before_stop(draft: Draft, request: Request) -> Draft | None:
 
 def make_drafting(
     config: SpeculativeConfig,
-    grammars: Grammars | None,
+    grammars: ForcedTokenSource | None,
     draft_method: str = "",
     max_draft_len: int = _NO_LIMIT,
 ) -> Drafting | None:

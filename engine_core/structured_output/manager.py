@@ -403,7 +403,7 @@ class StructuredOutputManager:
                 ):
                     yield request.seq_id
 
-    # Drafts
+    # Drafts (ForcedTokenSource in engine_core/speculation/grammar.py).
 
     def has_grammar(self, request: Request) -> bool:
         """Return whether a request has a matcher, which may force tokens."""

@@ -39,12 +39,6 @@ class Grammars(Protocol):
         not known yet because steps are in flight.
         """
 
-    def has_grammar(self, request: Request) -> bool:
-        """Return whether tokens may be forced; the same for all of the request's life."""
-
-    def forced_tokens(self, request: Request) -> list[int]:
-        """Return the only tokens that can follow `request.all_token_ids`; empty at a choice."""
-
 
 class GrammarGate(SchedulerFeature):
     """Holds requests back until their grammar is compiled, or the next mask of it computed."""
