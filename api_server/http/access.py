@@ -51,16 +51,7 @@ class Access(NamedTuple):
     """A row of the table: routes, and what a request needs at each listener.
 
     paths: a path that ends in /… covers all that begin with it; none: all other routes.
-    public, admin_port, admin_socket: the rule, in the words of docs/security.md:
-
-        open       no key
-        client     a client's key, if there are client keys
-        metrics    a client's key, if there are client keys; none with --metrics-open
-        operator   an admin key; without admin keys and admin listeners: a local program, where
-                   --host is a loopback address (with a client's key, if there are client keys)
-        admin      an admin key; without admin keys: a local program
-        owner      no key: the mode of the file is 0600
-        absent     404
+    public, admin_port, admin_socket: the rule, as a key of RULES.
     """
 
     what: str
@@ -73,6 +64,18 @@ class Access(NamedTuple):
         rule: str = getattr(self, listener.kind)
         return rule
 
+
+RULES: Final = {
+    "open": "no key",
+    "client": "a client's key, if there are client keys",
+    "metrics": "a client's key, if there are client keys; none with `--metrics-open`",
+    "operator": "an admin key; without admin keys and admin listeners: a local program, where "
+    "`--host` is a loopback address (with a client's key, if there are client keys)",
+    "admin": "an admin key; without admin keys: a local program",
+    "owner": "no key: the mode of the file is 0600",
+    "absent": "404",
+}
+"""Rules in the words of docs/security.md."""
 
 HEALTH: Final = Access(
     "health",
