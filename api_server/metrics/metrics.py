@@ -10,7 +10,7 @@ values of all. An observation costs a bisection and takes no lock; the text is m
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -219,8 +219,7 @@ class Metrics(Collector):
     ) -> None:
         self._sheet = sheet
         self.model_name = model_name
-        self._counter_families: list[_CounterFamily] = []
-        self._histogram_families: list[_HistogramFamily] = []
+        self._families: list[_Family] = []
         self.max_loras: int | None = None
         self.adapter_usage: AdapterUsage | None = None
         self._engine: EngineReady | None = None
@@ -473,7 +472,7 @@ class Metrics(Collector):
         self._watchdog_kills = {role: BroadcastCounter(self._sheet) for role in roles}
         self._restarts[own_role].raise_to(incarnation)
         self._watchdog_kills[own_role].raise_to(num_hung)
-        self._counter_families += [
+        self._families += [
             ("tokend:restarts", "Processes that died and were restarted.", "role", self._restarts),
             (
                 "tokend:watchdog_kills",
@@ -654,28 +653,20 @@ class Metrics(Collector):
         if self.max_loras is not None:
             yield from self._collect_adapters(self.max_loras)
         media = [medium for medium in _MEDIA if self._was_used(medium)]
-        for name, text, label, counters in self._counter_families:
+        for name, text, label, members in self._families:
             common = self._common_labels(name)
-            counter_family = CounterMetricFamily(
-                name, text, labels=(*common, label) if label else (*common,)
-            )
-            for value, counter in counters.items():
+            is_histogram = any(isinstance(member, Histogram) for member in members.values())
+            kind: Any = HistogramMetricFamily if is_histogram else CounterMetricFamily
+            family = kind(name, text, labels=(*common, label) if label else (*common,))
+            for value, member in members.items():
                 if label == "medium" and value not in media:
                     continue
                 labels = (*common.values(), value) if label else (*common.values(),)
-                counter_family.add_metric(labels, counter.value)
-            yield counter_family
-        for name, text, label, histograms in self._histogram_families:
-            common = self._common_labels(name)
-            histogram_family = HistogramMetricFamily(
-                name, text, labels=(*common, label) if label else (*common,)
-            )
-            for value, histogram in histograms.items():
-                if label == "medium" and value not in media:
-                    continue
-                labels = (*common.values(), value) if label else (*common.values(),)
-                histogram_family.add_metric(labels, *histogram.buckets())
-            yield histogram_family
+                if isinstance(member, Histogram):
+                    family.add_metric(labels, *member.buckets())
+                else:
+                    family.add_metric(labels, member.value)
+            yield family
 
     def _was_used(self, medium: str) -> bool:
         """Return whether KV was looked up, stored or loaded on a medium."""
@@ -786,18 +777,18 @@ class Metrics(Collector):
     ) -> dict[str, Counter]:
         """Define a counter for each value of a label."""
         counters = {value: Counter(self._sheet) for value in values}
-        self._counter_families.append((name, text, label, counters))
+        self._families.append((name, text, label, counters))
         return counters
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
         histogram = Histogram(self._sheet, bounds)
-        self._histogram_families.append((name, text, "", {"": histogram}))
+        self._families.append((name, text, "", {"": histogram}))
         return histogram
 
     def _histograms(self, name: str, text: str, bounds: Sequence[float]) -> dict[str, Histogram]:
         """Define a histogram for each medium."""
         histograms = {medium: Histogram(self._sheet, bounds) for medium in _MEDIA}
-        self._histogram_families.append((name, text, "medium", histograms))
+        self._families.append((name, text, "medium", histograms))
         return histograms
 
 
@@ -831,7 +822,5 @@ def _gauges(stats: SchedulerStats) -> dict[str, float]:
     return gauges
 
 
-_HistogramFamily = tuple[str, str, str, Mapping[str, Histogram]]
-"""Name, help text, label ("" for none), and the histogram of each value of the label."""
-_CounterFamily = tuple[str, str, str, Mapping[str, Counter] | Mapping[str, BroadcastCounter]]
-"""Name, help text, label ("" for none), and the counter of each value of the label."""
+_Family = tuple[str, str, str, Mapping[str, Counter | BroadcastCounter | Histogram]]
+"""Name, help text, label ("" for none), and the metric of each value of the label."""

@@ -82,12 +82,20 @@ Starts = Mapping[str, float]
 
 def _starts(environment: HostEnvironment) -> Starts:
     starts: dict[str, float] = {}
-    for folder in map(str, Path(catalogue.prepared_root(environment.cache)).glob("*")):
-        manifest, start = read_manifest(folder), last_start(folder)
-        if manifest is not None and start is not None:
-            source = os.path.realpath(manifest.source)
+    for folder, model in _prepared(environment):
+        start = last_start(str(folder))
+        if start is not None:
+            source = os.path.realpath(model)
             starts[source] = max(start, starts.get(source, start))
     return starts
+
+
+def _prepared(environment: HostEnvironment) -> Iterator[tuple[Path, str]]:
+    """Yield each prepared folder and the path of its model."""
+    for folder in Path(catalogue.prepared_root(environment.cache)).glob("*"):
+        manifest = read_manifest(str(folder))
+        if manifest is not None:
+            yield folder, manifest.source
 
 
 def _packaged(environment: HostEnvironment, starts: Starts) -> Iterator[StoredModel]:
@@ -256,17 +264,15 @@ def _gguf_files(files: Collection[str], name: HubName) -> list[str]:
 def _gone(environment: HostEnvironment) -> dict[str, list[Path]]:
     """Return the prepared folders of models that are gone, by the path of the model."""
     found: dict[str, list[Path]] = {}
-    for folder in Path(catalogue.prepared_root(environment.cache)).glob("*"):
-        manifest = read_manifest(str(folder))
-        if manifest is not None and not os.path.lexists(manifest.source):
-            found.setdefault(manifest.source, []).append(folder)
+    for folder, source in _prepared(environment):
+        if not os.path.lexists(source):
+            found.setdefault(source, []).append(folder)
     return found
 
 
 def _remove_prepared(sources: Iterable[Path], environment: HostEnvironment) -> None:
     """Remove what was prepared of models whose files are one of the paths, or below it."""
     roots = list(sources)
-    for folder in Path(catalogue.prepared_root(environment.cache)).glob("*"):
-        manifest = read_manifest(str(folder))
-        if manifest is not None and _is_below(manifest.source, roots):
+    for folder, source in _prepared(environment):
+        if _is_below(source, roots):
             shutil.rmtree(folder)

@@ -32,7 +32,7 @@ from engine_core.scheduler.features.base import (
     SchedulerObserver,
     Unblock,
 )
-from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
+from engine_core.scheduler.preemption import SwapRule, WaitingBlockHolders
 from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
@@ -149,7 +149,7 @@ class KVTransferManager(SchedulerFeature):
         connect: Connect,
         lifecycle: RequestLifecycle,
         kv_cache: KVCacheManager,
-        non_running_blocks: NonRunningBlocks,
+        waiting_block_holders: WaitingBlockHolders,
         policy: LoadFailurePolicy,
         observer: SchedulerObserver,
         swap_rule: SwapRule,
@@ -157,7 +157,7 @@ class KVTransferManager(SchedulerFeature):
     ) -> None:
         self._kv_cache = kv_cache
         self._waiting = lifecycle.waiting
-        self._non_running_blocks = non_running_blocks
+        self._waiting_block_holders = waiting_block_holders
         self._unblock = lifecycle.unblock
         self.fails_requests = policy == "fail"
         self._swap_rule = swap_rule
@@ -424,23 +424,13 @@ class KVTransferManager(SchedulerFeature):
         """
         return request.seq_id in self._without_kv
 
-    def discard_content(self, request: Request) -> None:
-        """Make all KV of a request unfindable, here and in the connector: it is not finite.
+    def discard_content(self, request: Request, num_valid: int = 0) -> None:
+        """Make wrong KV of a request, after its first tokens, unfindable; in the connector, all.
 
-        Also of a request that has ended, whose blocks may have been found and stored since.
+        Also of a request that has ended, whose blocks may have been found and stored since. Equal
+        content of other requests becomes unfindable, too.
         """
-        self._kv_cache.uncache_content(request)
-        self.connector.invalidate_request(request)
-
-    def discard_content_after(self, request: Request, num_valid: int) -> None:
-        """Make KV of a request after its first tokens unfindable, here, and all of it elsewhere.
-
-        Also of a request that has ended or was preempted: then equal content of others goes, too.
-        """
-        if request.status is RequestStatus.RUNNING:
-            self._kv_cache.uncache_after(request, num_valid)
-        else:
-            self._kv_cache.uncache_content(request, num_valid)
+        self._kv_cache.uncache_content(request, num_valid)
         self.connector.invalidate_request(request)
 
     def drop_loads(self) -> None:
@@ -562,7 +552,7 @@ class KVTransferManager(SchedulerFeature):
             kv_cache.confirm_loaded(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)
             self._loaded[seq_id] = request
-            self._non_running_blocks.add_pending(request)
+            self._waiting_block_holders.add_pending(request)
             self._unblock(request)
         else:
             self._abandon(request)
@@ -600,5 +590,5 @@ class KVTransferManager(SchedulerFeature):
             self._rewound[seq_id] = request
         if not num_valid:
             self._kv_cache.free(request)
-            self._non_running_blocks.forget_request(request)
+            self._waiting_block_holders.forget_request(request)
             self._loaded.pop(seq_id, None)

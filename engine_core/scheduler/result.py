@@ -435,7 +435,7 @@ class ResultPass:
                     self._without_image.add(request.seq_id)
                 # KV that it found when it began is that of others, who discard it if it is wrong.
                 found = 0 if request.num_preemptions else request.num_cached_tokens
-                self._kv_transfer.discard_content_after(request, max(first, found))
+                self._kv_transfer.discard_content(request, max(first, found))
                 self._agent_sessions.drop_corrupt_prefix(request)
             if not is_unfinished:
                 continue

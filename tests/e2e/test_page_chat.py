@@ -498,7 +498,8 @@ def test_two_tabs_change_the_same_conversation(visit: Visit) -> None:
     answer(first, "three")
     second.wait_for_selector(".markdown >> text=three")
     second.wait_for_timeout(500)  # longer than the list waits before it shows a change
-    assert row is not None and row.evaluate("row => row.isConnected"), "a click would be lost"
+    assert row is not None
+    assert row.evaluate("row => row.isConnected"), "a click would be lost"
     second.click("#conversations >> text=Delete")
     second.click("#sure-dialog [value=yes]")
     first.wait_for_selector("text=This conversation was deleted in another tab.")
