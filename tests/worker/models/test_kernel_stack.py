@@ -56,7 +56,12 @@ VARIATIONS = (
     *("glm4moe-groups", "gptoss-full", "deepseek2-groups", "deepseek3-halves", "bamba-biases"),
     *("falconh1-norms", "granitehybrid-dense", "lfm2-biases", "mamba2-biases", "qwen35-biases"),
 )
-FAMILIES_AND_VARIATIONS = (*(name for name in CONFIGS if "-" not in name), *VARIATIONS)
+UNCOMPARED = ("ministral3",)
+"""Families whose tiny model these tests cannot run yet: its inputs differ from those of others."""
+FAMILIES_AND_VARIATIONS = (
+    *(name for name in CONFIGS if "-" not in name and name not in UNCOMPARED),
+    *VARIATIONS,
+)
 HYBRIDS = ("falconh1", "granitehybrid", "lfm2", "qwen35")
 """Attention beside a mixer of each kind."""
 Checkpoint = Callable[[str], PreparedModel]
