@@ -51,7 +51,7 @@ from proto.messages.lifecycle import (
     ProtocolViolation,
 )
 from proto.messages.lora import AdapterList
-from proto.messages.stats import METRIC_BYTES
+from proto.messages.stats import metric_bytes
 from proto.runtime.run_directory import RunDirectory, remove_pixels
 from proto.runtime.sockets import Poller
 
@@ -103,7 +103,7 @@ class Supervisor:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
             metrics_fd = os.memfd_create("tokend-metrics")
-            os.ftruncate(metrics_fd, self._launch.num_front_ends * METRIC_BYTES)
+            os.ftruncate(metrics_fd, self._launch.num_front_ends * metric_bytes(1))
             try:
                 self._create_parts(directory.path, death_pipe[0], metrics_fd)
                 for role, index in self._launch.processes():

@@ -260,7 +260,7 @@ async def serving(
     )
     boot = make_boot(run_dir, model, config or FrontEndConfig(), seed, index, lora)
     supervisor = FakeSupervisor()
-    app_state = make_app_state(boot, Link.connect(path, FromEngine), supervisor, media)
+    app_state = make_app_state(boot, [Link.connect(path, FromEngine)], supervisor, media)
     if ready:
         engine.announce()
         await app_state.client.wait_ready()
