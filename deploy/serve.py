@@ -130,7 +130,7 @@ def run_worker_program(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a program with the environment of a worker; it reads `boot` and prints its result."""
     variables = child_environment(
-        environment.variables, "worker", config.device, config.parallel.tensor_parallel_size
+        environment.variables, "worker", config.device, config.parallel.num_workers
     )
     with tempfile.TemporaryDirectory(prefix="tokend-torch-") as folder:
         return subprocess.run(

@@ -99,7 +99,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         if kv_events is not None:
             stack.enter_context(closing(kv_events))
             notice = f"KV events: {kv_events.config.endpoint}"
-            supervisor.send(Notice(boot.role, boot.index, notice))
+            supervisor.send(Notice(notice))
         encoder: EncoderLimits | None = None
         if boot.model.vision is not None:
             encoder = encoder_limits(config, worker, boot.model.vision)
@@ -252,16 +252,20 @@ def _report_ready(
         weights=weight_memory(workers.workers),
         routing_bytes=worker.routing_bytes,
         starts=(
-            *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),
+            *(
+                ProcessStart("worker", workers.first_index + worker.rank, worker.phases)
+                for worker in workers.workers
+            ),
             ProcessStart(boot.role, boot.index, clock.phases),
         ),
         kernels=worker.kernels,
         kv_cache_grows=worker.kv_cache_grows,
         drafts=drafts,
         kv_events=kv_events,
+        engine=boot.engine,
     )
     if plan.notice:
-        supervisor.send(Notice(boot.role, boot.index, plan.notice))
+        supervisor.send(Notice(plan.notice))
     # Logged before it is sent, so that the supervisor's message to the operator is the last one
     logger.info(
         "ready: %s, requests up to %d tokens, a queue of up to %s requests and %s tokens",

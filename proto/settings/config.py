@@ -64,6 +64,7 @@ PARTS: Final[Mapping[str, tuple[Kind, tuple[str, ...]]]] = {
 """Settings that name a part, which may be from outside: its kind, and the built-in names."""
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
+MAX_DATA_PARALLEL_SIZE: Final = 64
 
 
 def memory_size(num_bytes: int) -> str:
@@ -279,8 +280,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: int = 1
     """Number of workers (one per device) that share each layer; on a CPU they share the cores."""
+    data_parallel_size: int = 1
+    """Number of engines that serve the model, each with workers and a KV pool of its own."""
     enable_expert_parallel: bool = False
     """Give each worker whole experts of an MoE layer instead of a part of each."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all engines together."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from proto.messages.engine_io import MAX_FRONT_ENDS
 from proto.messages.lifecycle import LEAST_STATE_SLOTS
 from proto.messages.prepared_model import VisionFacts
 from proto.settings.config import (
+    MAX_DATA_PARALLEL_SIZE,
     MAX_TENSOR_PARALLEL_SIZE,
     SECRET_FIELDS,
     CacheConfig,
@@ -52,13 +53,14 @@ _POSITIVE: Final = frozenset(
         *("encoder_cache_size", "crashes_until_isolated", "tensor_parallel_size", "cpu_threads"),
         *("api_server_count", "stream_interval", "max_response_bytes", "sched_trace_max_bytes"),
         *("max_loras", "max_cpu_loras", "max_lora_rank", "max_lora_wait_steps", "max_image_pixels"),
-        *("max_image_bytes", "media_memory"),
+        *("max_image_bytes", "media_memory", "data_parallel_size"),
     }
 )
 _AT_LEAST: Final = {"num_state_slots": LEAST_STATE_SLOTS, **dict.fromkeys(_POSITIVE, 1)}
 _AT_MOST: Final = {
     "api_server_count": MAX_FRONT_ENDS,
     "tensor_parallel_size": MAX_TENSOR_PARALLEL_SIZE,
+    "data_parallel_size": MAX_DATA_PARALLEL_SIZE,
 }
 _NOT_NEGATIVE: Final = frozenset(
     {
