@@ -94,7 +94,11 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             config = without_kv_cache(config)
         worker, plan = workers.workers[0], workers.plan
         kv_events = start_kv_events(
-            config.cache.parsed_kv_events(), boot.run_dir, boot.epoch, worker.geometry
+            config.cache.parsed_kv_events(),
+            boot.run_dir,
+            boot.epoch,
+            worker.geometry,
+            boot.engine,
         )
         if kv_events is not None:
             stack.enter_context(closing(kv_events))
@@ -126,7 +130,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             kv_events=kv_events,
             structured_output=structured_output,
             recorder=recorder,
-            profiler=None if profiling is None else EngineProfiler(profiling, workers),
+            profiler=None if profiling is None else EngineProfiler(profiling, workers, boot.engine),
             pools=pools,
             embedding_bytes=4 * boot.model.hidden_size * config.model.enable_prompt_embeds,
             encoder=encoder,

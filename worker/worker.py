@@ -206,7 +206,7 @@ class Worker:
         if self._adapters is not None:
             self._poller.add(self._adapters.descriptor)
         self._profiler = StepProfiler(
-            config.trace.parsed_profiler(), boot.index, device.profiler_activities()
+            config.trace.parsed_profiler(), boot.rank, boot.index, device.profiler_activities()
         )
         self._runner_builder = RunnerBuilder(
             config,

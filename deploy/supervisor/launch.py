@@ -264,6 +264,8 @@ class Readiness:
 def ready_message(launch: Launch, readiness: Readiness) -> str:
     """Return what the operator sees when the daemon is ready: a line, or several as text.
 
+    Engines have the same model and flags, so that what it says of engine 0 holds for each.
+
     --log-level debug adds the duration of each phase of the start.
     """
     config = launch.config.frontend
@@ -284,6 +286,7 @@ def _ready_records(
     config = launch.config.frontend
     fields: dict[str, Any] = {
         "model": launch.model_name,
+        "engines": launch.num_engines,
         "url": launch.url,
         "max_model_len": engine.max_model_len,
         "kv_cache_bytes": engine.kv_cache_bytes,
@@ -322,6 +325,7 @@ def _ready_text(
     key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.has_client_keys else ""
     entries = [
         ("runs on", engine.device_name),
+        ("engines", f"{launch.num_engines}; of each:" if launch.num_engines > 1 else ""),
         ("kernels", engine.kernels),
         ("length", f"up to {engine.max_model_len:,} tokens{together}"),
         ("weights", f"{describe_weights(engine.weights)}, in memory"),

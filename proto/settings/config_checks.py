@@ -101,6 +101,7 @@ def validate(config: ServeConfig) -> None:
     _check_weights(config)
     _check_model(config.model)
     _check_cache(config.cache)
+    _check_kv_events(config)
     _check_scheduler(config.scheduler)
     _check_device(config)
     _check_front_end(config.frontend)
@@ -160,7 +161,6 @@ def _check_cache(cache: CacheConfig) -> None:
         raise ConfigError(
             "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool: give one"
         )
-    _check_kv_events(cache)
     _check_kv_transfer(cache)
 
 
@@ -403,8 +403,12 @@ def _check_device(config: ServeConfig) -> None:
         raise ConfigError(f"--attention-backend {device.attention_backend} needs --device {needed}")
 
 
-def _check_kv_events(cache: CacheConfig) -> None:
-    if cache.parsed_kv_events() is not None and not cache.enable_prefix_caching:
+def _check_kv_events(config: ServeConfig) -> None:
+    events = config.cache.parsed_kv_events()
+    if events is None:
+        return
+    events.check_engines(config.parallel.data_parallel_size)
+    if not config.cache.enable_prefix_caching:
         raise ConfigError(
             "--kv-events-config publishes what the prefix cache holds, "
             "and --no-enable-prefix-caching turns it off"
