@@ -144,7 +144,7 @@ def reload(words: Sequence[str], environment: HostEnvironment) -> int:
 
     Sends SIGHUP to the supervisor, and waits until the state file shows the end of the reload.
     """
-    from deploy.supervisor.reload.reload import write_wanted_model
+    from deploy.supervisor.reload.reload import SEVERAL_ENGINES, write_wanted_model
 
     models, values = parse_words(words, _RELOAD_FLAGS)
     if len(models) > 1 or len(values) > 1:
@@ -154,6 +154,8 @@ def reload(words: Sequence[str], environment: HostEnvironment) -> int:
     before = _wait_for_state(directory, lambda state: state.ending or not state.under_way)
     if before.ending:
         raise TokendError(_ending(before))
+    if before.num_engines > 1:
+        raise TokendError(SEVERAL_ENGINES)
     if model is not None:
         write_wanted_model(directory, model)
     os.kill(before.pid, signal.SIGHUP)

@@ -63,12 +63,14 @@ class WorkerGroup:
     epoch: of the current workers. is_ready: whether they accept steps.
     num_kv_reports: KVConnectorReports received so far, of all epochs.
     profile_replies: to the last ProfileCall, by rank.
+    first_index: of the worker of rank 0 among those of all engines.
     poller: polls the channels of the current workers; updated here.
     """
 
     def __init__(self, boot: ProcessBoot, poller: Poller, supervisor: Link) -> None:
         self._run_dir = boot.run_dir
         self._world_size = boot.config.parallel.tensor_parallel_size
+        self.first_index = boot.engine * self._world_size
         self._config = boot.config
         self._max_position = boot.model.max_position
         self._faults = FaultInjector.of(boot.faults, boot.role, boot.index, boot.incarnation)
@@ -120,7 +122,8 @@ class WorkerGroup:
         logger.error("%s", error)
         self.close()
         self.is_ready = False
-        self._supervisor.send(ProtocolViolation("worker", error.rank, self.epoch, str(error)))
+        index = self.first_index + error.rank
+        self._supervisor.send(ProtocolViolation("worker", index, self.epoch, str(error)))
 
     @property
     def workers(self) -> list[WorkerReady]:

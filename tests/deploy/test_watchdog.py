@@ -33,6 +33,7 @@ class Child:
     def __init__(self, role: Role, index: int = 0, generation: int = 1) -> None:
         self.role, self.index, self.generation, self.pid = role, index, generation, 7
         self.name = process_name(role, index)
+        self.engine = None if role == "api_server" else 0
         self.messages: list[Any] = []
         self.actions: list[str] = []
         self.ended = False
@@ -155,7 +156,7 @@ def test_only_the_hung_worker_of_two_is_killed() -> None:
 def test_workers_unknown_to_the_engine_do_not_hang() -> None:
     daemon = Daemon()
     daemon.engine.answer = EngineAlive(1, 100, (1,), True, True)
-    daemon.case.epochs.new_workers()
+    daemon.case.epochs.new_workers(0)
     daemon.wait(2 * STEP)
     assert daemon.hung == []
 
@@ -222,7 +223,7 @@ def test_health_changes_are_sent_once_and_to_new_front_ends() -> None:
     daemon.wait(STEP)
     daemon.children[4] = Child("api_server", 1)
     daemon.wait(STEP)
-    reports = [HealthStatus((NotReady("engine 0 is being restarted", 1000.0),))]
+    reports = [HealthStatus((NotReady("engine 0 is being restarted", 1000.0, 0),))]
     assert daemon.children[3].of(HealthStatus) == daemon.children[4].of(HealthStatus) == reports
     daemon.case.due(0, 1, 3, 4)
     daemon.case.recovery.note_message(

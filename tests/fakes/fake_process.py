@@ -80,13 +80,11 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "orphans":
         pid = subprocess.check_output(["sh", "-c", "sleep 60 >&- & echo $!"], text=True)
-        supervisor.send(Notice(boot.role, boot.index, f"orphan {pid}"))
-    supervisor.send(Progress(boot.role, boot.index, "loading weights", 0.5))
+        supervisor.send(Notice(f"orphan {pid}"))
+    supervisor.send(Progress("loading weights", 0.5))
     if boot.incarnation:
         incarnation = f"incarnation {boot.incarnation}, epochs {boot.epoch} and {boot.worker_epoch}"
-        supervisor.send(
-            Notice(boot.role, boot.index, f"{incarnation}, front ends {boot.front_ends}")
-        )
+        supervisor.send(Notice(f"{incarnation}, front ends {boot.front_ends}"))
     front_end = FrontEnd(boot, supervisor, behaviour)
     if behaviour != "mute":
         _report_ready(boot, supervisor)
@@ -103,7 +101,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
                     supervisor.send(answer)
                 continue
             received = message if not isinstance(message, NextEngine) else "NextEngine"
-            supervisor.send(Notice(boot.role, boot.index, f"received {received}"))
+            supervisor.send(Notice(f"received {received}"))
             if isinstance(message, NewWorkers):
                 worker_epoch = message.worker_epoch
                 supervisor.send(WorkersReady(worker_epoch))
@@ -181,7 +179,7 @@ def _raise_error(number: int, frame: FrameType | None) -> None:
 
 def _report_ready(boot: ProcessBoot, supervisor: Link) -> None:
     if boot.role == "engine_core":
-        supervisor.send(Notice(boot.role, boot.index, "the pool is small"))
+        supervisor.send(Notice("the pool is small"))
         Path(ready_file(boot.run_dir, boot.epoch)).touch()
         supervisor.send(EngineReady(PROTOCOL_VERSION, boot.epoch, 128, 64, 16, 256, "fake"))
         supervisor.send(WorkersReady(boot.worker_epoch))

@@ -68,7 +68,7 @@ def config_of(*words: str) -> ServeConfig:
 
 
 def cpu_of(config: ServeConfig, root: Path = Path("/")) -> CpuDevice:
-    return CpuDevice(config.device, root, num_workers=config.parallel.tensor_parallel_size)
+    return CpuDevice(config.device, root, parallel=config.parallel)
 
 
 def assert_planned(
