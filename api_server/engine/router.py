@@ -221,7 +221,7 @@ class _Engine:
 
     capacities: blocks on the device, and with those of host and disk, each with the one before.
     prefill, num_choices: of the requests that this front end has sent; num_open: their number.
-    num_new_blocks: that it got while it was new.
+    num_new_blocks: that it got since it is up.
     load: as reported. active_at: its last step, or when it got a request while it was idle.
     """
 
@@ -232,6 +232,10 @@ class _Engine:
     num_new_blocks: int = 0
     load: EngineLoad = field(default_factory=EngineLoad)
     active_at: float = 0.0
+
+    @property
+    def is_warm(self) -> bool:
+        return bool(self.capacities) and self.num_new_blocks >= min(WARM_BLOCKS, self.capacities[0])
 
 
 class Router:
@@ -336,9 +340,8 @@ class Router:
     def note_up(self, engine: int, block_size: int, num_blocks: int) -> None:
         """Note that an engine is ready, and how many KV blocks it has."""
         self._block_size = block_size
-        others_run = any(other.capacities for other in self._engines)
         self._engines[engine] = _Engine(capacities=(min(num_blocks, MAX_BLOCKS),))
-        if others_run and len(self._new) + 1 < len(self._engines):
+        if any(other.is_warm for other in self._engines):
             self._new.add(engine)
         self._update_cost(engine)
 
@@ -376,10 +379,9 @@ class Router:
         self._update_cost(engine)
         for index, capacity in zip(self._indexes, known.capacities, strict=False):
             index.add(engine, keys, capacity)
-        if engine in self._new:
-            known.num_new_blocks += prefill // self._block_size
-            if known.num_new_blocks >= min(WARM_BLOCKS, known.capacities[0]):
-                self._new.discard(engine)
+        known.num_new_blocks += prefill // self._block_size
+        if engine in self._new and known.is_warm:
+            self._new.discard(engine)
         if request.session:
             self._sessions[request.session] = engine
             self._sessions.move_to_end(request.session)

@@ -152,14 +152,15 @@ class Histogram:
         """Number of observations."""
         return sum(self._sheet.sums(self._first, len(self.bounds) + 1))
 
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Return Prometheus' buckets (upper end, cumulative count) and the sum of observations."""
+        return self.joined_buckets([self])
+
     @staticmethod
     def joined_buckets(
         histograms: "Sequence[Histogram]",
     ) -> tuple[list[tuple[str, float]], float]:
-        """Return Prometheus' buckets (upper end, cumulative count) and the sum of observations.
-
-        histograms: of the same bounds, whose observations are counted together.
-        """
+        """Return buckets and sum of the observations of several histograms of the same bounds."""
         bounds = histograms[0].bounds
         *counts, total = (
             sum(column)
