@@ -269,8 +269,9 @@ class Recovery:
         role, index = key
         engine = self._engine_of(key)
         self._outages[key].started = True
-        if engine is not None:
-            self._resting.discard(engine)
+        if engine in self._resting:
+            self._resting.remove(engine)
+            self._budgets[engine].reset()
         hung = key in self._disconnected
         announcements = [] if hung else self._announce(key)
         self._disconnected.discard(key)
