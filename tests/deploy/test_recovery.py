@@ -406,14 +406,18 @@ def test_an_engine_that_keeps_dying_rests_while_another_one_is_left() -> None:
     assert case.die(7)
     assert case.recovery.seconds_to_next_restart() == 600
     assert case.recovery.not_ready() == [
-        NotReady("engine 1 failed repeatedly and rests", 1000.0, 1)
+        NotReady("engine 1 rests before its next restart", 1000.0, 1)
     ]
+    case.now += 30
+    assert case.die(5), "without an engine its workers end"
+    assert case.recovery.seconds_to_next_restart() == 570
     assert case.die(2), "engine 0 has its own budget"
     assert len(case.due(0, 1, 3, 4, 5, 6)) == 1
     case.recovery.note_message(lifecycle_messages.engine_ready(epoch=case.epochs.epochs[0]))
-    case.now += 600
-    (succession,) = case.due(*others)
-    assert [(each.role, each.index) for each in succession.boots] == [("engine_core", 1)]
+    case.now += 570
+    engine, workers = case.due(0, 1, 2, 3, 4)
+    assert [(each.role, each.index) for each in engine.boots] == [("engine_core", 1)]
+    assert [each.index for each in workers.boots] == [2, 3]
     assert case.die(7)
     assert case.recovery.seconds_to_next_restart() == 0, "its budget is whole after the rest"
 

@@ -108,7 +108,7 @@ def test_an_engine_that_cannot_start_does_not_end_another_one(start: Start) -> N
     daemon.wait_ready()
     daemon.titled(*TITLES)["engine 1"].kill()
     daemon.wait_for(
-        "it is restarted in 600 s", "NotReady(what='engine 1 failed repeatedly and rests'"
+        "it is restarted in 600 s", "NotReady(what='engine 1 rests before its next restart'"
     )
     remaining = daemon.titled(*(title for title in TITLES if title != "engine 1"))
     remaining["engine 0"].kill()
