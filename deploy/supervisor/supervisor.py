@@ -52,7 +52,7 @@ from proto.messages.lifecycle import (
     ProtocolViolation,
 )
 from proto.messages.lora import AdapterList
-from proto.messages.stats import METRIC_BYTES
+from proto.messages.stats import metric_bytes
 from proto.runtime.run_directory import RunDirectory, remove_pixels
 from proto.runtime.sockets import Poller
 
@@ -104,7 +104,8 @@ class Supervisor:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
             metrics_fd = os.memfd_create("tokend-metrics")
-            os.ftruncate(metrics_fd, self._launch.num_front_ends * METRIC_BYTES)
+            row_bytes = metric_bytes(self._launch.num_engines)
+            os.ftruncate(metrics_fd, self._launch.num_front_ends * row_bytes)
             try:
                 self._create_parts(directory.path, death_pipe[0], metrics_fd)
                 for role, index in self._launch.processes():

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
-from proto.messages.stats import METRIC_BYTES, SchedulerStats
+from proto.messages.stats import SchedulerStats, metric_bytes
 
 ENGINE = 4
 
@@ -16,7 +16,7 @@ class Daemon:
 
     def __init__(self, num_front_ends=2):
         self.descriptor = os.memfd_create("metrics")
-        os.ftruncate(self.descriptor, num_front_ends * METRIC_BYTES)
+        os.ftruncate(self.descriptor, num_front_ends * metric_bytes(1))
         self.front_ends = [self.front_end(row, num_front_ends) for row in range(num_front_ends)]
 
     def front_end(self, row, num_rows=2, incarnation=0, num_hung=0):
@@ -43,9 +43,9 @@ def sample(metrics, name, **labels):
 def test_counters_and_histograms_sum_all_front_ends():
     daemon = Daemon()
     first, second = daemon.front_ends
-    first.record_prompt(7)
-    second.record_prompt(40)
-    second.count_finished_choice("stop", 3)
+    first.engines[0].record_prompt(7)
+    second.engines[0].record_prompt(40)
+    second.engines[0].count_finished_choice("stop", 3)
     assert daemon.shown("vllm:prompt_tokens_total") == 47
     assert daemon.shown("vllm:request_prompt_tokens_count") == 2
     assert daemon.shown("vllm:request_prompt_tokens_sum") == 47
@@ -90,14 +90,14 @@ def test_gauges_sum_parallel_engines_and_drop_ended_ones():
 def test_counts_of_a_dead_front_end_are_kept():
     daemon = Daemon()
     first, second = daemon.front_ends
-    first.record_prompt(7)
+    first.engines[0].record_prompt(7)
     first.record_scheduler_stats(SchedulerStats(3, 4, 0.25, num_preemptions=2), ENGINE, 10.0)
     second.count_restart("api_server", hung=False)
     daemon.front_ends[0] = daemon.front_end(0, incarnation=1)
     assert daemon.shown("vllm:prompt_tokens_total") == 7
     assert daemon.shown("vllm:num_preemptions_total") == 2
     assert daemon.shown("vllm:num_requests_running") == 3
-    daemon.front_ends[0].record_prompt(1)
+    daemon.front_ends[0].engines[0].record_prompt(1)
     assert daemon.shown("vllm:prompt_tokens_total") == 8
 
 

@@ -47,6 +47,7 @@ _REQUEST_FIELDS: Final = (
         "cache_salt",
         "priority",
         "skip_reading_prefix_cache",
+        "data_parallel_rank",
     ),
     *("timeout_ms", "queue_timeout_ms", "seed"),
 )
