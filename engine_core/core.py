@@ -116,6 +116,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             boot.epoch,
             config.cache.enable_prefix_caching,
             encoder,
+            boot.engine,
         )
         if trace is not None:
             file, recorder = trace

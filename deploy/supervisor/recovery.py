@@ -126,7 +126,7 @@ class Recovery:
             engine: RestartBudget(max_restarts, clock)
             for engine in (*range(epochs.num_engines), None)
         }
-        self._resting: set[int] = set()
+        self._resting: dict[int, float] = {}  # engine → when it is restarted
         self._outages: dict[ProcessKey, _Outage] = {}
         self._disconnected: set[ProcessKey] = set()
         self._violations: dict[tuple[Role, int], int] = {}
@@ -164,19 +164,18 @@ class Recovery:
         """Plan the restart of a dead process."""
         if self._is_expected(dead):
             return
+        now, key = self._clock(), self._key_of(dead)
         engine = dead.engine
         if engine is not None and self._must_rest(dead):
-            self._resting.add(engine)
-            wait = _FORGET_SECONDS
+            wait = self._resting.setdefault(engine, now + _FORGET_SECONDS) - now
         else:
             wait = self._budgets[engine].count_restart()
-        now, key = self._clock(), self._key_of(dead)
         before = self._outages.get(key)
         since = now if before is None else before.since
         self._outages[key] = _Outage(since, now + wait)
         lines = [f"(pid {dead.pid}) {exit_report.describe_exit(dead)}; it is restarted"]
         if wait:
-            lines[0] += f" in {wait:g} s"
+            lines[0] += f" in {wait:.3g} s"
         if dead.fatal_error is not None:
             lines.append(textwrap.indent(dead.fatal_error.traceback.rstrip(), "  "))
         self._display.event(dead.name, "\n".join(lines), "WARNING")
@@ -184,17 +183,16 @@ class Recovery:
     def note_failed_start(self, boot: ProcessBoot, error: StartError) -> None:
         """Plan another attempt to start a process; raise the error if that must not be."""
         engine = None if boot.role == "api_server" else boot.engine
-        budget = self._budgets[engine]
+        budget, now = self._budgets[engine], self._clock()
         if not budget.exhausted:
             wait = max(_FIRST_DELAY, budget.count_restart())
         elif engine is not None and self._has_other(engine):
-            self._resting.add(engine)
-            wait = _FORGET_SECONDS
+            wait = self._resting.setdefault(engine, now + _FORGET_SECONDS) - now
         else:
             raise error
         key = self._key_of(boot)
-        self._outages[key] = _Outage(self._outages[key].since, self._clock() + wait)
-        text = f"cannot be started: {error.reason}; it is tried again in {wait:g} s"
+        self._outages[key] = _Outage(self._outages[key].since, now + wait)
+        text = f"cannot be started: {error.reason}; it is tried again in {wait:.3g} s"
         self._display.event(process_name(boot.role, boot.index), text, "WARNING")
 
     @property
@@ -220,7 +218,7 @@ class Recovery:
             engine = self._engine_of(key)
             if engine is not None:
                 rests = engine in self._resting
-                what = "failed repeatedly and rests" if rests else "is being restarted"
+                what = "rests before its next restart" if rests else "is being restarted"
                 found.append(NotReady(f"{process_name(*key)} {what}", outage.since, engine))
         return found
 
@@ -269,8 +267,8 @@ class Recovery:
         role, index = key
         engine = self._engine_of(key)
         self._outages[key].started = True
-        if engine is not None:
-            self._resting.discard(engine)
+        if engine is not None and self._resting.pop(engine, None) is not None:
+            self._budgets[engine].reset()
         hung = key in self._disconnected
         announcements = [] if hung else self._announce(key)
         self._disconnected.discard(key)
@@ -311,16 +309,19 @@ class Recovery:
         return epochs[engine]
 
     def _must_rest(self, dead: Child) -> bool:
-        """Whether a restart now does not help: after an error of the user's, or many restarts."""
+        """Whether a restart now does not help: after an error of the user's, or many restarts.
+
+        Workers of an engine that rests end, too, when no engine comes.
+        """
         is_error = exit_report.user_error(dead.fatal_error) is not None
-        return is_error or self._budgets[dead.engine].exhausted
+        return is_error or dead.engine in self._resting or self._budgets[dead.engine].exhausted
 
     def _has_other(self, engine: int | None) -> bool:
         """Whether another engine than this one is left that does not rest.
 
         None stands for a front end, for which no other can be.
         """
-        others = set(range(self._epochs.num_engines)) - self._resting - {engine}
+        others = set(range(self._epochs.num_engines)) - self._resting.keys() - {engine}
         return engine is not None and self._max_restarts > 0 and bool(others)
 
     def _is_expected(self, process: Child) -> bool:

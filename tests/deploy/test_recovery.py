@@ -39,7 +39,9 @@ class Process:
 
     @property
     def engine(self) -> int | None:
-        return None if self.role == "api_server" else 0
+        if self.role == "api_server":
+            return None
+        return self.index // 2 if self.role == "worker" else self.index
 
     @property
     def name(self) -> str:
@@ -47,12 +49,15 @@ class Process:
 
 
 class Case:
-    """A recovery after the first start of two workers, an engine and two front ends."""
+    """A recovery after the first start of two workers, an engine and two front ends.
 
-    def __init__(self, max_restarts: int = 8) -> None:
+    num_engines: each has two workers; those of further engines come last in `processes`.
+    """
+
+    def __init__(self, max_restarts: int = 8, num_engines: int = 1) -> None:
         self.now = 1000.0
         config = ServeConfig(
-            parallel=ParallelConfig(tensor_parallel_size=2),
+            parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=num_engines),
             frontend=FrontEndConfig(api_server_count=2),
         )
         template = lifecycle_messages.boot("worker", epoch=0, worker_epoch=0, config=config)
@@ -61,6 +66,9 @@ class Case:
         self.recovery = Recovery(self.epochs, max_restarts, self.notices, lambda: self.now)
         self.processes = [Process("worker", 0), Process("worker", 1), Process("engine_core")]
         self.processes += [Process("api_server", 0), Process("api_server", 1)]
+        for engine in range(1, num_engines):
+            workers = [Process("worker", index) for index in self.epochs.workers_of(engine)]
+            self.processes += [*workers, Process("engine_core", engine)]
         self.first = [self.epochs.make_boot(each.role, each.index) for each in self.processes]
 
     def die(self, number: int, **how: object) -> bool:
@@ -334,3 +342,95 @@ def test_the_traceback_is_shown() -> None:
     assert case.notices.lines == [
         "WARNING worker 0 (pid 77) failed with ValueError: x; it is restarted\n  T"
     ]
+
+
+# ---- Several engines ----
+
+
+def test_each_engine_has_epochs_of_its_own() -> None:
+    case = Case(num_engines=3)
+    assert [each.epoch for each in case.first] == [1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert {each.engine_epochs for each in case.first} == {(1, 2, 3)}
+    assert not any(each.replaces_dead for each in case.first if each.role == "worker")
+    case.die(7)
+    (succession,) = case.due(0, 1, 2, 3, 4, 5, 6, 8, 9, 10)
+    message = NewEngine(4, 4, engine=1)
+    assert succession.announcements == [
+        Announcement("worker", message, 1),
+        Announcement("api_server", message),
+        Announcement("api_server", Restarted("engine_core", False, 1)),
+    ]
+    assert [(each.index, each.epoch) for each in succession.boots] == [(1, 4)]
+    case.die(8)
+    case.die(9)
+    (succession,) = case.due(0, 1, 2, 3, 4, 5, 6, 7, 10)
+    assert succession.announcements[0] == Announcement("engine_core", NewWorkers(5), 2)
+    boots = succession.boots
+    assert [(each.index, each.rank, each.epoch, each.worker_epoch) for each in boots] == [
+        (4, 0, 3, 5),
+        (5, 1, 3, 5),
+    ]
+    assert all(each.replaces_dead for each in boots)
+
+
+def test_a_dead_worker_ends_the_other_ranks_of_its_engine_alone() -> None:
+    case = Case(num_engines=2)
+    case.die(5)
+    assert [case.must_kill(number) for number in range(8)] == [False] * 5 + [True, True, False]
+    case.recovery.note_message(ProtocolViolation("worker", 0, 1, "it sends garbage"))
+    assert [case.must_kill(number) for number in range(8)] == [
+        *[True, True, False, False, False],
+        *[True, True, False],
+    ]
+
+
+def test_what_an_engine_reports_is_noted_for_it_alone() -> None:
+    case = Case(num_engines=2)
+    for number in (2, 5, 6, 7):
+        case.die(number)
+    assert len(case.due(0, 1, 3, 4)) == 3
+    epochs, worker_epochs = case.epochs.epochs, case.epochs.worker_epochs
+    case.recovery.note_message(lifecycle_messages.engine_ready(epoch=epochs[1], engine=1))
+    assert [each.engine for each in case.recovery.not_ready()] == [0, 1]
+    case.recovery.note_message(WorkersReady(worker_epochs[1]))
+    assert [each.what for each in case.recovery.not_ready()] == ["engine 0 is being restarted"]
+
+
+def test_an_engine_that_keeps_dying_rests_while_another_one_is_left() -> None:
+    case = Case(max_restarts=2, num_engines=2)
+    others = (0, 1, 2, 3, 4, 5, 6)
+    for _ in range(2):
+        assert case.die(7)
+        assert len(case.due(*others)) == 1
+        case.recovery.note_message(Heartbeat(1, 100))  # a step of engine 0
+    assert case.die(7)
+    assert case.recovery.seconds_to_next_restart() == 600
+    assert case.recovery.not_ready() == [
+        NotReady("engine 1 rests before its next restart", 1000.0, 1)
+    ]
+    case.now += 30
+    assert case.die(5), "without an engine its workers end"
+    assert case.recovery.seconds_to_next_restart() == 570
+    assert case.die(2), "engine 0 has its own budget"
+    assert len(case.due(0, 1, 3, 4, 5, 6)) == 1
+    case.recovery.note_message(lifecycle_messages.engine_ready(epoch=case.epochs.epochs[0]))
+    case.now += 570
+    engine, workers = case.due(0, 1, 2, 3, 4)
+    assert [(each.role, each.index) for each in engine.boots] == [("engine_core", 1)]
+    assert [each.index for each in workers.boots] == [2, 3]
+    assert case.die(7)
+    assert case.recovery.seconds_to_next_restart() == 0, "its budget is whole after the rest"
+
+
+def test_the_daemon_ends_when_no_engine_is_left_that_does_not_rest() -> None:
+    case = Case(max_restarts=1, num_engines=2)
+    error = describe(ModelError("config.json: no"))
+    assert case.die(7, exit_status=1, fatal_error=error)
+    assert case.recovery.seconds_to_next_restart() == 600
+    assert not case.die(2, exit_status=1, fatal_error=error)
+    assert case.die(2)
+    assert not case.die(2)
+
+
+def test_without_restarts_the_first_death_of_an_engine_ends_the_daemon() -> None:
+    assert not Case(max_restarts=0, num_engines=2).die(7)

@@ -82,7 +82,7 @@ def test_a_worker_that_comes_back_with_another_model_is_refused_by_name(start, w
     engine.start()
     engine.restart_workers(EPOCH + 1, **changes)
     fatal = engine.expect(engine.supervisor, Fatal)
-    assert f"ModelError: worker 0 came back with another {what}" in fatal.error.message
+    assert f"ModelError: rank 0 came back with another {what}" in fatal.error.message
 
 
 def test_a_worker_may_die_while_the_engine_waits_for_it(start):
