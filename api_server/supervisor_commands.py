@@ -263,11 +263,18 @@ def _run_command(command: Any, engine_switch: EngineSwitch) -> None:
         app_state.metrics.count_restart(command.role, command.hung)
         app_state.live_view.publish_restart(command.role, hung=command.hung, engine=command.engine)
         if command.role == "worker" and command.engine is not None:
-            app_state.client.lose_workers(command.engine)
+            app_state.client.note_restarted_workers(command.engine)
     elif isinstance(command, HealthStatus):
         app_state.health.supervisor_status = command
-        missing = {reason.engine for reason in command.reasons if reason.engine is not None}
-        app_state.client.note_missing(missing)
+        of_engines = [
+            (reason.engine, reason.is_restarted)
+            for reason in command.reasons
+            if reason.engine is not None
+        ]
+        app_state.client.note_missing(
+            {engine for engine, _ in of_engines},
+            {engine for engine, is_restarted in of_engines if is_restarted},
+        )
     elif isinstance(command, NewEngine):
         engine_switch.replace_engine(command)
     elif isinstance(command, NextEngine):

@@ -262,6 +262,7 @@ class EngineClient:
         self._crashes_until_isolated = (
             min(crashes_until_isolated, CRASHES_TO_RUN_ALONE) if several else crashes_until_isolated
         )
+        self._crashes_of_engine = crashes_until_isolated
         self._request_ids = request_ids
         self._metrics = metrics
         self._live_view = live_view
@@ -279,6 +280,7 @@ class EngineClient:
         self._connections: dict[int, EngineConnection] = {}
         self._unmovable_epochs: set[int] = set()
         self._reported_missing: set[int] = set()
+        self._restarted: set[int] = set()
         self._suspects: set[int] = set()  # open requests that run alone, of one engine
         self._suspects_wait = False
         self._loads_read_at = 0.0
@@ -439,36 +441,48 @@ class EngineClient:
         self._send_waiting_requests()
         self._check_deadlines()
 
-    def lose_workers(self, engine: int) -> None:
-        """Move the open requests of an engine whose workers died, if another engine is ready.
+    def note_missing(self, missing: Collection[int], restarted: Collection[int]) -> None:
+        """Note which engines take no requests now, as the supervisor knows.
 
-        Sessions with input in parts stay: the engine computes them again.
+        missing: they, or their workers, have ended or hang. restarted: those of them that have
+        ended; their open requests move if another engine is ready.
         """
-        old = self._current[engine]
-        self._reported_missing.add(engine)
-        if self._closed or not old.ready or not any(map(self._takes_requests, self._current)):
+        came_back = self._reported_missing.difference(missing)
+        died = set(restarted) - self._restarted
+        self._reported_missing, self._restarted = set(missing), set(restarted)
+        for engine in died:
+            self._leave_engine(self._current[engine], died=True)
+        if came_back:
+            self._send_waiting_requests()
+
+    def note_restarted_workers(self, engine: int) -> None:
+        """Note that the workers of an engine have died, before the supervisor's report says so."""
+        missing, restarted = self._reported_missing | {engine}, self._restarted | {engine}
+        self.note_missing(missing, restarted)
+
+    def _leave_engine(self, connection: EngineConnection, *, died: bool) -> None:
+        """Move the open requests of an engine that computes nothing, if another one is ready.
+
+        Sessions with input in parts stay, because their engine may compute them again.
+        """
+        if self._closed or not connection.ready:
             return
-        old.exchange_messages()
-        self._router.note_down(engine)
-        properties = self._properties[engine]
-        self._router.note_up(engine, properties.block_size, properties.num_blocks)
+        if not any(map(self._takes_requests, self._current)):
+            return
+        connection.exchange_messages()
+        index, properties = connection.index, self._properties[connection.index]
+        self._router.note_down(index)
+        self._router.note_up(index, properties.block_size, properties.num_blocks)
         moved = [
             request
             for request in self._open.values()
-            if request.sent_to == old.epoch and not request.request.resumable
+            if request.sent_to == connection.epoch and not request.request.resumable
         ]
         for request in moved:
             self._send_abort(request, "disconnect", None)
-        self._move_requests(moved, died=True)
+        self._move_requests(moved, died=died)
         self._send_waiting_requests()
         self._check_deadlines()
-
-    def note_missing(self, engines: Collection[int]) -> None:
-        """Note the engines that are missing or hang, or whose workers do, by the supervisor."""
-        came_back = self._reported_missing.difference(engines)
-        self._reported_missing = set(engines)
-        if came_back:
-            self._send_waiting_requests()
 
     def switch(self, epoch: int) -> None:
         """Make the engine of this epoch the current one; open requests stay with the old one."""
@@ -631,7 +645,7 @@ class EngineClient:
         return idle[0] if idle and (len(ready) > 1 or not others_wait) else None
 
     def _is_suspect(self, request: OpenRequest) -> bool:
-        return self.num_engines > 1 and request.crash_count >= CRASHES_TO_RUN_ALONE
+        return self.num_engines > 1 and request.crash_count >= self._crashes_until_isolated
 
     def _read_loads(self) -> None:
         """Give the router the statistics that any front end has received."""
@@ -666,6 +680,8 @@ class EngineClient:
                 connection.send(changed(adapter_call.call, epoch=epoch, resent=True))
         connection.is_watched = False  # until this engine is asked
         self.update_view_subscription()
+        for other in self._restarted - {index}:  # no engine was ready when they ended
+            self._leave_engine(self._current[other], died=False)
         self._send_waiting_requests()
 
     def _note_ready(self, connection: EngineConnection) -> None:
@@ -687,7 +703,12 @@ class EngineClient:
 
     def _send_request(self, request: OpenRequest, connection: EngineConnection) -> None:
         request.sent_to = connection.epoch
-        connection.send(request.message(connection.epoch))
+        message = request.message(connection.epoch)
+        if self._is_suspect(request):  # the engine isolates it from the other suspects, too
+            crash_count = max(request.crash_count, self._crashes_of_engine)
+            message = changed(message, crash_count=crash_count)
+            self._suspects.add(request.request.request_id)
+        connection.send(message)
         if self._is_current(connection):
             request.stream.note_engine(connection.index)
             self._router.note_sent(self._described(request), connection.index)
@@ -711,8 +732,6 @@ class EngineClient:
                 self._loop.call_later(FLUSH_SECONDS, self._send_waiting_requests)
                 return
             self._send_request(request, connection)
-            if is_suspect:
-                self._suspects.add(request.request.request_id)
 
     def _check_deadlines(self) -> None:
         """End requests whose deadline has passed, as long as some wait for an engine."""

@@ -219,7 +219,8 @@ class Recovery:
             if engine is not None:
                 rests = engine in self._resting
                 what = "rests before its next restart" if rests else "is being restarted"
-                found.append(NotReady(f"{process_name(*key)} {what}", outage.since, engine))
+                what = f"{process_name(*key)} {what}"
+                found.append(NotReady(what, outage.since, engine, is_restarted=True))
         return found
 
     def seconds_to_next_restart(self) -> float | None:

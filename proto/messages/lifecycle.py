@@ -597,12 +597,14 @@ class WaitingForRanks(msgspec.Struct, array_like=True, tag=61, frozen=True):
 class NotReady(msgspec.Struct, array_like=True, frozen=True):
     """A reason why an engine is not ready. since: seconds of the monotonic clock.
 
-    engine: its index; None if the reason is one of the whole daemon.
+    engine: its index; None if the reason is one of the whole daemon. is_restarted: it, or its
+    workers, have ended, and successors are planned or start; other engines can take its requests.
     """
 
     what: str
     since: float
     engine: int | None = None
+    is_restarted: bool = False
 
 
 class HealthStatus(msgspec.Struct, array_like=True, tag=38, frozen=True):

@@ -35,6 +35,8 @@ HELLO = {
     "blocks_per_cell": 1,
     "max_num_seqs": 256,
     "max_model_len": 256,
+    "engine": 0,
+    "num_engines": 1,
 }
 CELLS = [[1, RESERVED, 0], [2, HELD, 1], [1, CACHED, 0], [61, FREE, 0]]
 

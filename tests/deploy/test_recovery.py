@@ -253,7 +253,9 @@ def test_a_restart_of_the_engine_makes_the_daemon_not_ready() -> None:
     assert case.recovery.not_ready() == []
     case.die(2)
     case.now += 2
-    assert case.recovery.not_ready() == [NotReady("engine 0 is being restarted", 1000.0, 0)]
+    assert case.recovery.not_ready() == [
+        NotReady("engine 0 is being restarted", 1000.0, 0, is_restarted=True)
+    ]
     case.due(0, 1, 3, 4)
     assert len(case.recovery.not_ready()) == 1
     case.recovery.note_message(lifecycle_messages.engine_ready(epoch=2))
@@ -406,7 +408,7 @@ def test_an_engine_that_keeps_dying_rests_while_another_one_is_left() -> None:
     assert case.die(7)
     assert case.recovery.seconds_to_next_restart() == 600
     assert case.recovery.not_ready() == [
-        NotReady("engine 1 rests before its next restart", 1000.0, 1)
+        NotReady("engine 1 rests before its next restart", 1000.0, 1, is_restarted=True)
     ]
     case.now += 30
     assert case.die(5), "without an engine its workers end"

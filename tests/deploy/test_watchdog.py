@@ -223,7 +223,9 @@ def test_health_changes_are_sent_once_and_to_new_front_ends() -> None:
     daemon.wait(STEP)
     daemon.children[4] = Child("api_server", 1)
     daemon.wait(STEP)
-    reports = [HealthStatus((NotReady("engine 0 is being restarted", 1000.0, 0),))]
+    reports = [
+        HealthStatus((NotReady("engine 0 is being restarted", 1000.0, 0, is_restarted=True),))
+    ]
     assert daemon.children[3].of(HealthStatus) == daemon.children[4].of(HealthStatus) == reports
     daemon.case.due(0, 1, 3, 4)
     daemon.case.recovery.note_message(
