@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -69,7 +70,7 @@ class Stream:
     def longest_pause(self, since: float) -> float:
         """Return the longest time between two events after a moment, in seconds."""
         times = [since, *(each for each in self.arrivals if each > since)]
-        return max((b - a for a, b in zip(times, times[1:], strict=False)), default=0.0)
+        return max((b - a for a, b in pairwise(times)), default=0.0)
 
     async def run(self, client: httpx.AsyncClient) -> "Stream":
         """Stream to the end; fails on an error event, an error status, or an end without [DONE]."""
