@@ -213,7 +213,7 @@ Call = TypeVar("Call", AdminCall, AdapterCall)
 Reply = TypeVar("Reply", AdminReply, AdapterReply)
 
 
-class EngineCalls(Generic[Call, Reply]):
+class CallToEngines(Generic[Call, Reply]):
     """A call to several engines, and their replies.
 
     replies: by engine. missing: engines that have not replied; one that dies gets the call again.
@@ -268,8 +268,8 @@ class EngineClient:
         self._live_view = live_view
         self._supervisor = supervisor
         self._open: dict[int, OpenRequest] = {}
-        self._admin_calls: dict[int, EngineCalls[AdminCall, AdminReply]] = {}
-        self._adapter_calls: dict[int, EngineCalls[AdapterCall, AdapterReply]] = {}
+        self._admin_calls: dict[int, CallToEngines[AdminCall, AdminReply]] = {}
+        self._adapter_calls: dict[int, CallToEngines[AdapterCall, AdapterReply]] = {}
         self._num_calls = 0
         self.adapters = AdapterTable()
         self._properties: dict[int, EngineReady] = {}
@@ -370,12 +370,11 @@ class EngineClient:
         if request.epoch in self._unmovable_epochs:
             raise InternalRequestError("the engine of this request died")
         open_request = OpenRequest(request, stream)
-        if engine is not None:
-            connection = self._wanted(engine)
-        elif self._is_old(request.epoch):
-            connection = self._connections[request.epoch]
+        wanted = None if engine is None else self._wanted(engine)
+        if self._is_old(request.epoch):
+            connection: EngineConnection | None = self._connections[request.epoch]
         else:
-            connection = self._route(open_request)
+            connection = wanted or self._route(open_request)
         if connection is not None and connection.ready:
             if connection.stalled:
                 raise OverloadedError("the engine does not keep up")
@@ -457,8 +456,9 @@ class EngineClient:
 
     def note_restarted_workers(self, engine: int) -> None:
         """Note that the workers of an engine have died, before the supervisor's report says so."""
-        missing, restarted = self._reported_missing | {engine}, self._restarted | {engine}
-        self.note_missing(missing, restarted)
+        self._reported_missing.add(engine)
+        self._restarted.add(engine)
+        self._leave_engine(self._current[engine], died=True)
 
     def _leave_engine(self, connection: EngineConnection, *, died: bool) -> None:
         """Move the open requests of an engine that computes nothing, if another one is ready.
@@ -471,7 +471,6 @@ class EngineClient:
             return
         connection.exchange_messages()
         index, properties = connection.index, self._properties[connection.index]
-        self._router.note_down(index)
         self._router.note_up(index, properties.block_size, properties.num_blocks)
         moved = [
             request
@@ -653,17 +652,16 @@ class EngineClient:
         if now < self._loads_read_at + LOAD_SECONDS:
             return
         self._loads_read_at = now
-        for epoch, timestamp, gauges in self._metrics.latest_engine_gauges():
-            connection = self._connections.get(epoch)
-            if connection is not None and self._is_current(connection):
+        for values in self._metrics.latest_engine_gauges():
+            if values.epoch == self._current[values.engine].epoch:
                 load = EngineLoad(
-                    int(gauges["num_running"]),
-                    int(gauges["num_waiting"]),
-                    int(gauges["num_queued_tokens"]),
-                    gauges["kv_cache_usage"],
-                    timestamp,
+                    int(values.gauges["num_running"]),
+                    int(values.gauges["num_waiting"]),
+                    int(values.gauges["num_queued_tokens"]),
+                    values.gauges["kv_cache_usage"],
+                    values.timestamp,
                 )
-                self._router.note_load(connection.index, load)
+                self._router.note_load(values.engine, load)
 
     # Engines come and go
 
@@ -887,7 +885,7 @@ class EngineClient:
 
     async def _ask_all(
         self,
-        calls: dict[int, EngineCalls[Call, Reply]],
+        calls: dict[int, CallToEngines[Call, Reply]],
         call: Call,
         engines: Sequence[int] | None = None,
     ) -> list[Reply]:
@@ -899,7 +897,7 @@ class EngineClient:
         self._num_calls += 1
         number = self._num_calls
         call = changed(call, call_id=number)
-        asked = EngineCalls[Call, Reply](call, engines or range(self.num_engines))
+        asked = CallToEngines[Call, Reply](call, engines or range(self.num_engines))
         calls[number] = asked
         try:
             for index in sorted(asked.missing):
@@ -911,7 +909,7 @@ class EngineClient:
             calls.pop(number, None)
 
 
-def _note_reply(calls: dict[int, EngineCalls[Call, Reply]], engine: int, reply: Reply) -> None:
+def _note_reply(calls: dict[int, CallToEngines[Call, Reply]], engine: int, reply: Reply) -> None:
     asked = calls.get(reply.call_id)
     if asked is not None:
         asked.note_reply(engine, reply)

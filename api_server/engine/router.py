@@ -338,7 +338,8 @@ class Router:
     # What happened
 
     def note_up(self, engine: int, block_size: int, num_blocks: int) -> None:
-        """Note that an engine is ready, and how many KV blocks it has."""
+        """Note that an engine is ready and has nothing, and how many KV blocks there are."""
+        self.note_down(engine)
         self._block_size = block_size
         self._engines[engine] = _Engine(capacities=(min(num_blocks, MAX_BLOCKS),))
         if any(other.is_warm for other in self._engines):
