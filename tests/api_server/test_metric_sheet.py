@@ -87,6 +87,29 @@ def test_gauges_sum_parallel_engines_and_drop_ended_ones():
             each.remove_engine(epoch)
 
 
+def test_engines_have_gauges_and_counters_of_their_own():
+    sheet = MetricSheet.of_one(num_engines=3)
+    metrics = Metrics("toy", sheet, num_engines=3)
+    for engine in range(3):
+        metrics.add_engine(10 + engine, engine)
+        stats = SchedulerStats(engine, 0, 0.1 * engine, num_preemptions=engine, num_pins_taken=1)
+        metrics.record_scheduler_stats(stats, 10 + engine, 1.0, engine)
+        metrics.engines[engine].record_prompt(5)
+    for engine in range(3):
+        label = {"engine": str(engine)}
+        assert sample(metrics, "vllm:num_requests_running", **label) == engine
+        assert sample(metrics, "vllm:num_preemptions_total", **label) == engine
+        assert sample(metrics, "vllm:request_prompt_tokens_count", **label) == 1
+    assert sample(metrics, "tokend:pins_taken_total") == 3
+
+
+def test_the_memory_holds_the_metrics_of_many_engines():
+    metrics = Metrics("toy", MetricSheet.of_one(num_engines=64), num_engines=64)
+    metrics.engines[63].record_prompt(5)
+    assert sample(metrics, "vllm:prompt_tokens_total", engine="63") == 5
+    assert sample(metrics, "vllm:prompt_tokens_total", engine="62") == 0
+
+
 def test_counts_of_a_dead_front_end_are_kept():
     daemon = Daemon()
     first, second = daemon.front_ends
