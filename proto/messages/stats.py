@@ -9,7 +9,7 @@ import msgspec
 
 METRIC_CELLS: Final = 2048
 """Numbers of one front end's metrics, with those of one engine."""
-ENGINE_METRIC_CELLS: Final = 1024
+ENGINE_METRIC_CELLS: Final = 1536
 """Numbers of one front end's metrics of each further engine."""
 
 
