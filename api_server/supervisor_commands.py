@@ -267,13 +267,12 @@ def _run_command(command: Any, engine_switch: EngineSwitch) -> None:
     elif isinstance(command, HealthStatus):
         app_state.health.supervisor_status = command
         of_engines = [
-            (reason.engine, reason.is_restarted)
-            for reason in command.reasons
-            if reason.engine is not None
+            (reason.engine, reason) for reason in command.reasons if reason.engine is not None
         ]
         app_state.client.note_missing(
             {engine for engine, _ in of_engines},
-            {engine for engine, is_restarted in of_engines if is_restarted},
+            {engine for engine, reason in of_engines if reason.is_restarted},
+            {engine for engine, reason in of_engines if reason.rests},
         )
     elif isinstance(command, NewEngine):
         engine_switch.replace_engine(command)

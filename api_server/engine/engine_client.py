@@ -233,6 +233,13 @@ class CallToEngines(Generic[Call, Reply]):
             if not self.missing:
                 self.done.set_result([self.replies[index] for index in sorted(self.replies)])
 
+    def skip(self, engine: int) -> None:
+        """Wait for this engine no longer, unless only engines that rest were asked."""
+        if engine in self.missing and (self.replies or len(self.missing) > 1):
+            self.missing.discard(engine)
+            if not self.missing and not self.done.done():
+                self.done.set_result([self.replies[index] for index in sorted(self.replies)])
+
     def fail(self, error: RequestError) -> None:
         if not self.done.done():
             self.done.set_exception(error)
@@ -281,6 +288,7 @@ class EngineClient:
         self._unmovable_epochs: set[int] = set()
         self._reported_missing: set[int] = set()
         self._restarted: set[int] = set()
+        self._resting: set[int] = set()
         self._suspects: set[int] = set()  # open requests that run alone, of one engine
         self._suspects_wait = False
         self._loads_read_at = 0.0
@@ -440,12 +448,22 @@ class EngineClient:
         self._send_waiting_requests()
         self._check_deadlines()
 
-    def note_missing(self, missing: Collection[int], restarted: Collection[int]) -> None:
+    def note_missing(
+        self,
+        missing: Collection[int],
+        restarted: Collection[int],
+        resting: Collection[int] = (),
+    ) -> None:
         """Note which engines take no requests now, as the supervisor knows.
 
         missing: they, or their workers, have ended or hang. restarted: those of them that have
-        ended; their open requests move if another engine is ready.
+        ended; their open requests move if another engine is ready. resting: those of these that no
+        call waits for.
         """
+        self._resting = set(resting)
+        for asked in (*self._admin_calls.values(), *self._adapter_calls.values()):
+            for engine in resting:
+                asked.skip(engine)
         came_back = self._reported_missing.difference(missing)
         died = set(restarted) - self._restarted
         self._reported_missing, self._restarted = set(missing), set(restarted)
@@ -891,13 +909,14 @@ class EngineClient:
     ) -> list[Reply]:
         """Send a call to these engines, or all, and return their replies in the order of indices.
 
-        An engine that is not ready gets it when it is.
+        An engine that is not ready gets it when it is; one that rests is left out of all.
         """
         _ = self.engine
         self._num_calls += 1
         number = self._num_calls
         call = changed(call, call_id=number)
-        asked = CallToEngines[Call, Reply](call, engines or range(self.num_engines))
+        present = [index for index in range(self.num_engines) if index not in self._resting]
+        asked = CallToEngines[Call, Reply](call, engines or present)
         calls[number] = asked
         try:
             for index in sorted(asked.missing):

@@ -220,7 +220,7 @@ class Recovery:
                 rests = engine in self._resting
                 what = "rests before its next restart" if rests else "is being restarted"
                 what = f"{process_name(*key)} {what}"
-                found.append(NotReady(what, outage.since, engine, is_restarted=True))
+                found.append(NotReady(what, outage.since, engine, is_restarted=True, rests=rests))
         return found
 
     def seconds_to_next_restart(self) -> float | None:

@@ -599,12 +599,14 @@ class NotReady(msgspec.Struct, array_like=True, frozen=True):
 
     engine: its index; None if the reason is one of the whole daemon. is_restarted: it, or its
     workers, have ended, and successors are planned or start; other engines can take its requests.
+    rests: they are started only after minutes, and then with the pause and adapters of the others.
     """
 
     what: str
     since: float
     engine: int | None = None
     is_restarted: bool = False
+    rests: bool = False
 
 
 class HealthStatus(msgspec.Struct, array_like=True, tag=38, frozen=True):

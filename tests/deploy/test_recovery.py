@@ -408,7 +408,7 @@ def test_an_engine_that_keeps_dying_rests_while_another_one_is_left() -> None:
     assert case.die(7)
     assert case.recovery.seconds_to_next_restart() == 600
     assert case.recovery.not_ready() == [
-        NotReady("engine 1 rests before its next restart", 1000.0, 1, is_restarted=True)
+        NotReady("engine 1 rests before its next restart", 1000.0, 1, is_restarted=True, rests=True)
     ]
     case.now += 30
     assert case.die(5), "without an engine its workers end"

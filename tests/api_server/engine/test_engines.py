@@ -262,6 +262,24 @@ async def test_a_call_waits_for_an_engine_that_is_restarted(front_end):
     assert front_end.engines[1].pause_mode == "finish_running"
 
 
+async def test_no_call_waits_for_an_engine_that_rests(front_end):
+    """It is started only after minutes, with the pause of the others."""
+    await front_end.lose_engine(1)
+    begun = asyncio.create_task(front_end.http.post("/pause"))
+    while not front_end.engines[0].calls:
+        await asyncio.sleep(0.001)
+    rests = NotReady("engine 1 rests", 0.0, 1, is_restarted=True, rests=True)
+    command(front_end, HealthStatus((rests,)))
+    assert (await begun).status_code == 200
+    assert (await front_end.http.post("/resume")).status_code == 200
+    command(front_end, HealthStatus())
+    later = asyncio.create_task(front_end.http.post("/pause"))
+    await asyncio.sleep(0.01)
+    assert not later.done()
+    front_end.engines[1].announce()
+    assert (await later).status_code == 200
+
+
 async def test_health_names_missing_engines_and_stays_ready(front_end):
     ready = await front_end.http.get("/health/ready")
     assert ready.json() == {"ready": True, "reasons": [], "missing_engines": {}}
