@@ -18,6 +18,8 @@ from proto.messages.kv_events import BlockStored, KVEventBatch
 from tests.chaos.streams import NUM_TOKENS, Stream, requests
 from tests.e2e.daemon import Daemon, eventually
 
+pytestmark = pytest.mark.suite("settings")
+
 ENGINES = ("--data-parallel-size", "2", "--cpu-threads", "1", "--dtype", "float32")
 PROMPT = "A long sentence about the sea that has more tokens than a block of the cache has. " * 4
 LIMIT_SECONDS = 60.0
