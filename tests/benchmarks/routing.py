@@ -322,11 +322,14 @@ class Replay:
         request = TurnRequest(self._num_requests, session, number, tokens, self.now)
         name = session.name if self._names_sessions else ""
         routed = self.router.describe(engine_request(request.request_id, tokens, name))
+        for index, engine in enumerate(self.engines):
+            if engine.num_running:
+                self.router.note_step(index)
         request.engine = self._policy(self, routed)
         self.router.note_sent(routed, request.engine)
-        engine = self.engines[request.engine]
-        engine.waiting.append(request)
-        self._start_waiting(engine)
+        chosen = self.engines[request.engine]
+        chosen.waiting.append(request)
+        self._start_waiting(chosen)
 
     def _start_waiting(self, engine: Engine) -> None:
         while engine.waiting and engine.start(engine.waiting[0], self.now):
@@ -335,7 +338,6 @@ class Replay:
 
     def _first_token(self, turn: TurnRequest) -> None:
         self.router.note_token(turn.request_id)
-        self.router.note_step(turn.engine)
         self._at(
             self.now + len(turn.answer) / DECODES_PER_SECOND, lambda turn=turn: self._finish(turn)
         )
