@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import accumulate
 from math import inf
 from typing import Final
 
@@ -92,16 +93,19 @@ class RoutedRequest:
         return int.from_bytes(blake2b(text, digest_size=7).digest())
 
 
-RUN_BLOCKS: Final = 8
-"""Blocks of a run, except for the first ones of a prompt, which are runs of one block each.
+RUNS: Final = (1,) * 8 + (8,) * 7
+"""Blocks of the first runs of a prompt; all later ones have LONG_RUN.
 
-    blocks  |0|1|2|3|4|5|6|7|8 … 15|16 … 23|24 …
+    blocks  |0|1|2|3|4|5|6|7|8 … 15|16 … 23| … |64 … 95|96 …
 """
+LONG_RUN: Final = 32
+RUN_ENDS: Final = tuple(accumulate(RUNS, initial=0))
 
 
 def blocks_of(num_runs: int) -> int:
     """Return how many blocks the first runs of a prompt have together."""
-    return num_runs if num_runs <= RUN_BLOCKS else RUN_BLOCKS * (num_runs - RUN_BLOCKS + 1)
+    num_long = num_runs - len(RUNS)
+    return RUN_ENDS[num_runs] if num_long <= 0 else RUN_ENDS[-1] + LONG_RUN * num_long
 
 
 def prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
@@ -146,10 +150,10 @@ class PrefixIndex:
         are free.
         """
         runs, masks, bit = self._runs[engine], self._masks, 1 << engine
-        one, several = (1, now), (RUN_BLOCKS, now)
+        long = (LONG_RUN, now)
         for index in range(len(keys) - 1, -1, -1):
             key = keys[index]
-            size = one if index < RUN_BLOCKS else several
+            size = long if index >= len(RUNS) else (RUNS[index], now)
             if key in runs:
                 runs.move_to_end(key)
             else:

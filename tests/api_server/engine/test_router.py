@@ -11,7 +11,6 @@ from api_server.engine.router import (
     MANY_WAITING,
     MISSES_PER_NEW,
     PENALTY_TOKENS,
-    RUN_BLOCKS,
     WARM_BLOCKS,
     EngineLoad,
     PrefixIndex,
@@ -333,7 +332,7 @@ def test_the_index_agrees_with_sets_of_blocks():
         index.add(engine, keys, 120, float(now))
         for place in range(len(keys) - 1, -1, -1):
             now += 1
-            size = 1 if place < RUN_BLOCKS else RUN_BLOCKS
+            size = blocks_of(place + 1) - blocks_of(place)
             held[engine][keys[place]] = (now, held[engine].get(keys[place], (0, size))[1])
         while sum(size for _, size in held[engine].values()) > 120:
             del held[engine][min(held[engine], key=lambda key: held[engine][key])]
@@ -384,7 +383,17 @@ def test_keys_depend_on_images_from_where_they_begin():
 
 def test_runs_of_blocks_cover_full_blocks_only():
     rig = Rig()
-    for number, runs in ((0, 0), (15, 0), (16, 1), (128, 8), (255, 8), (256, 9), (8192, 71)):
+    for number, runs in (
+        (0, 0),
+        (15, 0),
+        (16, 1),
+        (128, 8),
+        (255, 8),
+        (256, 9),
+        (1024, 15),
+        (1535, 15),
+        (8192, 29),
+    ):
         request = rig.request(rig.tokens(number))
         assert len(request.keys) == runs
         assert blocks_of(runs) * SIZE <= number
