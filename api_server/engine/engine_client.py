@@ -209,8 +209,8 @@ class EngineConnection:
         self._client.handle_message(self, message)
 
 
-Call = TypeVar("Call", AdminCall, AdapterCall)
-Reply = TypeVar("Reply", AdminReply, AdapterReply)
+Call = TypeVar("Call", bound=AdminCall | AdapterCall)
+Reply = TypeVar("Reply", bound=AdminReply | AdapterReply)
 
 
 class CallToEngines(Generic[Call, Reply]):
@@ -461,9 +461,11 @@ class EngineClient:
         call waits for.
         """
         self._resting = set(resting)
-        for asked in (*self._admin_calls.values(), *self._adapter_calls.values()):
-            for engine in resting:
-                asked.skip(engine)
+        for engine in resting:
+            for admin_call in self._admin_calls.values():
+                admin_call.skip(engine)
+            for adapter_call in self._adapter_calls.values():
+                adapter_call.skip(engine)
         came_back = self._reported_missing.difference(missing)
         died = set(restarted) - self._restarted
         self._reported_missing, self._restarted = set(missing), set(restarted)
@@ -537,8 +539,10 @@ class EngineClient:
         for request in list(self._open.values()):
             request.stream.fail(error)
         self._live_view.close()
-        for calls in (*self._admin_calls.values(), *self._adapter_calls.values()):
-            calls.fail(error)
+        for admin_call in self._admin_calls.values():
+            admin_call.fail(error)
+        for adapter_call in self._adapter_calls.values():
+            adapter_call.fail(error)
         self._open.clear()
         for connection in self._connections.values():
             connection.close()

@@ -119,7 +119,8 @@ def prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
     images = [(image.offset, image.mm_hash) for image in reversed(request.mm_features)]
     tokens = array("I", request.prompt_token_ids)
     content, item_size = tokens.tobytes(), tokens.itemsize
-    key, keys, start = hash((request.cache_salt, adapter, request.prompt_embeds)), [], 0
+    keys: list[int] = []
+    key, start = hash((request.cache_salt, adapter, request.prompt_embeds)), 0
     while (end := blocks_of(len(keys) + 1) * block_size) <= len(tokens):
         key = hash((key, content[start * item_size : end * item_size]))
         while images and images[-1][0] < end:

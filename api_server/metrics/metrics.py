@@ -161,6 +161,10 @@ class Metrics(Collector):
         """Count a request that ended before an engine got it."""
         self.engines[0].count_cut_short(cause)
 
+    def count_tool_parse(self, has_calls: bool) -> None:
+        """Count a finished choice of a request with tools, for engine 0: front ends parse it."""
+        self.engines[0].count_tool_parse(has_calls)
+
     def add_engine(self, epoch: int, engine: int = 0) -> None:
         self._engine_gauges.add_engine(epoch, engine)
 

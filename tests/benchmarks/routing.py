@@ -16,6 +16,7 @@ next turns within 1 s and 95 % within 10 s, subagents in 44 % of sessions); toke
 
 import argparse
 import heapq
+import json
 import random
 import statistics
 import sys
@@ -23,7 +24,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -33,10 +35,11 @@ from deploy.bench.limits import percentile
 from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
-from proto.codec import to_json_line
 from proto.messages.engine_io import AgentHint, EngineCoreRequest
 from proto.messages.sampling_params import SamplingParams
 from tests.benchmarks.command import run
+
+Result = TypeVar("Result")
 
 BLOCK_SIZE: Final = 16
 VOCAB_SIZE: Final = 50_000
@@ -48,6 +51,8 @@ TOKENS_PER_SECOND: Final = 4000.0
 """Of prompts, by one of the engines."""
 DECODES_PER_SECOND: Final = 40.0
 """Tokens of each request that decodes."""
+MAX_CONTEXT: Final = 48_000
+"""Tokens at which a session ends; it must fit into the pool of one engine."""
 NO_PARAMS: Final = SamplingParams(max_tokens=1)
 
 
@@ -81,9 +86,9 @@ def measure_decisions(num_engines: int, num_tokens: int, number: int) -> dict[st
         f"{part}{clock}": [] for part in ("hash", "choose", "note") for clock in ("", " (thread)")
     }
 
-    def timed(part: str, function: Callable[[], object]) -> object:
+    def timed(part: str, function: Callable[..., Result], *arguments: object) -> Result:
         wall, thread = time.perf_counter(), time.thread_time()
-        result = function()
+        result = function(*arguments)
         times[f"{part} (thread)"].append((time.thread_time() - thread) * 1e6)
         times[part].append((time.perf_counter() - wall) * 1e6)
         return result
@@ -92,13 +97,16 @@ def measure_decisions(num_engines: int, num_tokens: int, number: int) -> dict[st
         shared = rng.choice(prefixes)[: rng.randrange(num_tokens)]
         tokens = [*shared, *(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens - len(shared)))]
         request = router.describe(engine_request(request_id, tokens, tenant=request_id % 5))
-        timed("hash", lambda request=request: (request.keys, request.affinity))
-        engine = timed("choose", lambda request=request: router.choose(request, usable))
-        assert isinstance(engine, int)
-        timed("note", lambda request=request, engine=engine: router.note_sent(request, engine))
+        timed("hash", _hashed, request)
+        engine = timed("choose", router.choose, request, usable)
+        timed("note", router.note_sent, request, engine)
         router.note_token(request_id - num_engines * 2)
         router.note_finished(request_id - num_engines * 8)
     return {name: values[-number:] for name, values in times.items()}
+
+
+def _hashed(request: RoutedRequest) -> tuple[Sequence[int], int]:
+    return request.keys, request.affinity
 
 
 # ---- Replay ----
@@ -156,8 +164,9 @@ def _tokens(rng: random.Random, number: int) -> list[int]:
 def _session(
     rng: random.Random, name: str, system: list[int], num_turns: int, arrival: float
 ) -> Session:
-    turns = []
-    for _ in range(num_turns):
+    turns: list[Turn] = []
+    length = len(system)
+    while len(turns) < num_turns and length < MAX_CONTEXT:
         new = _tokens(rng, min(4000, round(rng.lognormvariate(5.3, 0.9))))
         answer = _tokens(rng, max(8, min(400, round(rng.lognormvariate(4.2, 0.7)))))
         draw = rng.random()
@@ -165,6 +174,7 @@ def _session(
         if draw > 0.865:
             pause = rng.uniform(1.0, 10.0) if draw < 0.95 else rng.uniform(10.0, 90.0)
         turns.append(Turn(new, answer, pause))
+        length += len(new) + len(answer)
     return Session(name, system, turns, arrival)
 
 
@@ -286,13 +296,14 @@ class Replay:
         self._num_requests = 0
         self._done: list[TurnRequest] = []
         for session in sessions:
-            self._at(session.arrival, lambda session=session: self._begin(session, 0, []))
+            self._at(session.arrival, partial(self._begin, session, 0, []))
 
     def run(self) -> Outcome:
         while self._events:
             self.now, _, event = heapq.heappop(self._events)
             event()
         done = self._done
+        assert not any(engine.waiting for engine in self.engines), "a turn never fits into a pool"
         waits = [turn.first_token_at - turn.arrived for turn in done]
         computed = [0] * len(self.engines)
         for turn in done:
@@ -334,13 +345,11 @@ class Replay:
     def _start_waiting(self, engine: Engine) -> None:
         while engine.waiting and engine.start(engine.waiting[0], self.now):
             turn = engine.waiting.popleft()
-            self._at(turn.first_token_at, lambda turn=turn: self._first_token(turn))
+            self._at(turn.first_token_at, partial(self._first_token, turn))
 
     def _first_token(self, turn: TurnRequest) -> None:
         self.router.note_token(turn.request_id)
-        self._at(
-            self.now + len(turn.answer) / DECODES_PER_SECOND, lambda turn=turn: self._finish(turn)
-        )
+        self._at(self.now + len(turn.answer) / DECODES_PER_SECOND, partial(self._finish, turn))
 
     def _finish(self, turn: TurnRequest) -> None:
         engine = self.engines[turn.engine]
@@ -350,8 +359,7 @@ class Replay:
         if turn.number + 1 < len(turn.session.turns):
             context = [*turn.tokens, *turn.answer]
             pause = turn.session.turns[turn.number].pause
-            session, number = turn.session, turn.number + 1
-            self._at(self.now + pause, lambda: self._begin(session, number, context))
+            self._at(self.now + pause, partial(self._begin, turn.session, turn.number + 1, context))
         turn.request, turn.tokens = None, range(len(turn.tokens))  # type: ignore[assignment]
         self._start_waiting(engine)
 
@@ -450,7 +458,7 @@ def main(words: Sequence[str]) -> int:
             },
             "replay": {name: vars(outcome) for name, outcome in outcomes.items()},
         }
-        write(files, to_json_line(figures).decode())
+        write(files, json.dumps(figures))
     whole, routed = outcomes["one engine"].hit_rate, outcomes["router"].hit_rate
     is_quick = percentile(times["choose (thread)"], 99) <= LIMIT_US
     return 0 if is_quick and routed >= HITS_PROMISED * whole else 1
