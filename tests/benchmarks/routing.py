@@ -35,6 +35,7 @@ from deploy.bench.limits import percentile
 from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
+from proto.errors import ConfigError
 from proto.messages.engine_io import AgentHint, EngineCoreRequest
 from proto.messages.sampling_params import SamplingParams
 from tests.benchmarks.command import run
@@ -130,6 +131,11 @@ class Session:
     turns: list[Turn]
     arrival: float
     subagents: dict[int, "Session"] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        turns = sum(len(turn.new_tokens) + len(turn.answer) for turn in self.turns)
+        return len(self.system) + turns
 
 
 @dataclass(frozen=True)
@@ -303,7 +309,6 @@ class Replay:
             self.now, _, event = heapq.heappop(self._events)
             event()
         done = self._done
-        assert not any(engine.waiting for engine in self.engines), "a turn never fits into a pool"
         waits = [turn.first_token_at - turn.arrived for turn in done]
         computed = [0] * len(self.engines)
         for turn in done:
@@ -367,10 +372,7 @@ class Replay:
 def working_set(sessions: Sequence[Session], num_engines: int) -> int:
     """Return the most blocks of live sessions, with a pool that holds everything."""
     changes: list[tuple[float, int]] = []
-    total = sum(
-        len(session.system) + sum(len(turn.new_tokens) + len(turn.answer) for turn in session.turns)
-        for session in _all(sessions)
-    )
+    total = sum(session.num_tokens for session in _all(sessions))
     replay = Replay(
         sessions,
         1,
@@ -407,6 +409,12 @@ def replay_policies(
     sessions = traffic.sessions()
     needed = working_set(sessions, num_engines)
     num_blocks = int(needed * share) // num_engines
+    longest = max(session.num_tokens for session in _all(sessions))
+    if num_blocks * BLOCK_SIZE < longest:
+        raise ConfigError(
+            f"a session of {longest} tokens does not fit into {num_blocks} blocks: more "
+            "--sessions or a larger --share make the pools larger"
+        )
     console.print(f"working set: {needed} blocks; {num_blocks} for each of {num_engines} engines")
     cases: dict[str, tuple[int, Policy, bool]] = {
         "one engine": (1, by_router, True),

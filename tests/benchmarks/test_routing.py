@@ -6,7 +6,7 @@ from tests.benchmarks.routing import Traffic, measure_decisions, replay_policies
 
 
 def test_sessions_find_more_of_their_prefixes_with_the_router_than_without():
-    outcomes = replay_policies(Traffic(12, 1.0, seed=3), 4, 0.6, Console(quiet=True))
+    outcomes = replay_policies(Traffic(12, 1.0, seed=3), 4, 0.9, Console(quiet=True))
     assert len({outcome.num_turns for outcome in outcomes.values()}) == 1
     assert all(0.0 < outcome.hit_rate < 1.0 for outcome in outcomes.values())
     found = {name: outcome.hit_rate for name, outcome in outcomes.items()}
