@@ -461,9 +461,11 @@ class EngineClient:
         call waits for.
         """
         self._resting = set(resting)
-        for asked in (*self._admin_calls.values(), *self._adapter_calls.values()):
-            for engine in resting:
-                asked.skip(engine)
+        for engine in resting:
+            for call in self._admin_calls.values():
+                call.skip(engine)
+            for adapter_call in self._adapter_calls.values():
+                adapter_call.skip(engine)
         came_back = self._reported_missing.difference(missing)
         died = set(restarted) - self._restarted
         self._reported_missing, self._restarted = set(missing), set(restarted)
