@@ -5,9 +5,11 @@
 
 The cost of an engine is in tokens, as the time that they take: prompt tokens of the request that
 the engine does not have, prompt tokens that it still has to compute for others, and DECODE_TOKENS
-for each choice that it generates. The lowest cost wins, unless the engine of the agent session, or
-an engine with most of the prompt, costs little more: what it has need not be computed, and not be
-kept twice.
+for each choice that it generates. If the pool of an engine is full, each new token evicts another
+one, and costs up to a token more, the more recently that one was used: so the engines evict KV of
+equal age, as one engine with all pools would. The lowest cost wins, unless the engine of the agent
+session, or an engine with most of the prompt, costs little more: what it has need not be computed,
+and not be kept twice.
 
 What an engine has is known from what this front end has sent: the last blocks that fit into its
 pool, and into the media that its connector copies to. Pure: no I/O, and time comes from a clock.
@@ -17,8 +19,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import accumulate
+from math import inf
 from typing import Final
 
 from proto.messages.engine_io import EngineCoreRequest
@@ -48,6 +52,10 @@ MISSES_PER_NEW: Final = 4
 """One of so many misses goes to a new engine."""
 EXPLORE_ONE_IN: Final = 100
 """One of so many requests is sent without regard to affinity of its prompt."""
+FULL_SHARE: Final = 0.95
+"""Share of a pool from which on new blocks count as evicting others."""
+REUSE_SECONDS: Final = 10.0
+"""Time without use after which the eviction of a token costs half as much as one in use."""
 MAX_SESSIONS: Final = 1 << 16
 """Most agent sessions whose engine is known; the one that is idle longest is forgotten."""
 MAX_BLOCKS: Final = 1 << 17
@@ -85,16 +93,19 @@ class RoutedRequest:
         return int.from_bytes(blake2b(text, digest_size=7).digest())
 
 
-RUN_BLOCKS: Final = 8
-"""Blocks of a run, except for the first ones of a prompt, which are runs of one block each.
+RUNS: Final = (1,) * 8 + (8,) * 7
+"""Blocks of the first runs of a prompt; all later ones have LONG_RUN.
 
-    blocks  |0|1|2|3|4|5|6|7|8 … 15|16 … 23|24 …
+    blocks  |0|1|2|3|4|5|6|7|8 … 15|16 … 23| … |64 … 95|96 …
 """
+LONG_RUN: Final = 32
+RUN_ENDS: Final = tuple(accumulate(RUNS, initial=0))
 
 
 def blocks_of(num_runs: int) -> int:
     """Return how many blocks the first runs of a prompt have together."""
-    return num_runs if num_runs <= RUN_BLOCKS else RUN_BLOCKS * (num_runs - RUN_BLOCKS + 1)
+    num_long = num_runs - len(RUNS)
+    return RUN_ENDS[num_runs] if num_long <= 0 else RUN_ENDS[-1] + LONG_RUN * num_long
 
 
 def prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
@@ -127,24 +138,35 @@ class PrefixIndex:
 
     def __init__(self, num_engines: int) -> None:
         self._masks: dict[int, int] = {}
-        self._runs: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_engines)]
+        self._runs: list[OrderedDict[int, tuple[int, float]]] = [
+            OrderedDict() for _ in range(num_engines)
+        ]
         self._num_blocks = [0] * num_engines
 
-    def add(self, engine: int, keys: Sequence[int], capacity: int) -> None:
-        """Note that an engine has the runs of a prompt, and at most `capacity` blocks in all."""
+    def add(self, engine: int, keys: Sequence[int], capacity: int, now: float) -> float | None:
+        """Note that an engine has the runs of a prompt, and at most `capacity` blocks in all.
+
+        now: seconds. Returns when the blocks were last used that are evicted next; None if some
+        are free.
+        """
         runs, masks, bit = self._runs[engine], self._masks, 1 << engine
+        long = (LONG_RUN, now)
         for index in range(len(keys) - 1, -1, -1):
             key = keys[index]
+            size = long if index >= len(RUNS) else (RUNS[index], now)
             if key in runs:
                 runs.move_to_end(key)
             else:
-                runs[key] = size = 1 if index < RUN_BLOCKS else RUN_BLOCKS
-                self._num_blocks[engine] += size
+                self._num_blocks[engine] += size[0]
                 masks[key] = masks.get(key, 0) | bit
+            runs[key] = size
         while self._num_blocks[engine] > capacity:
             key, size = runs.popitem(last=False)
-            self._num_blocks[engine] -= size
+            self._num_blocks[engine] -= size[0]
             self._remove(key, bit)
+        if self._num_blocks[engine] < FULL_SHARE * capacity:
+            return None
+        return next(iter(runs.values()))[1]
 
     def forget(self, engine: int) -> None:
         """Note that an engine has no block."""
@@ -161,13 +183,17 @@ class PrefixIndex:
             left = get(key, 0) & mask
             if left != mask:
                 if num_runs:
-                    _set_all(found, mask & ~left, blocks_of(num_runs) * block_size)
+                    tokens = blocks_of(num_runs) * block_size
+                    for engine in engines_of(mask & ~left):
+                        found[engine] = tokens
                 if not left:
                     return found
                 mask = left
             num_runs += 1
         if num_runs:
-            _set_all(found, mask, blocks_of(num_runs) * block_size)
+            tokens = blocks_of(num_runs) * block_size
+            for engine in engines_of(mask):
+                found[engine] = tokens
         return found
 
     def _remove(self, key: int, bit: int) -> None:
@@ -178,12 +204,10 @@ class PrefixIndex:
             del self._masks[key]
 
 
-def _set_all(values: dict[int, float], mask: int, value: float) -> None:
-    """Set the value of each engine of a mask."""
-    while mask:
-        bit = mask & -mask
-        values[bit.bit_length() - 1] = value
-        mask ^= bit
+@lru_cache(maxsize=4096)
+def engines_of(mask: int) -> tuple[int, ...]:
+    """Return the engines of a mask."""
+    return tuple(index for index in range(mask.bit_length()) if mask >> index & 1)
 
 
 @dataclass(slots=True)
@@ -221,7 +245,8 @@ class _Engine:
 
     capacities: blocks on the device, and with those of host and disk, each with the one before.
     prefill, num_choices: of the requests that this front end has sent; num_open: their number.
-    num_new_blocks: that it got since it is up.
+    num_new_blocks: that it got since it is up. tail_used_at: last use of the blocks that it evicts
+    next; None if some are free.
     load: as reported. active_at: its last step, or when it got a request while it was idle.
     """
 
@@ -232,6 +257,7 @@ class _Engine:
     num_new_blocks: int = 0
     load: EngineLoad = field(default_factory=EngineLoad)
     active_at: float = 0.0
+    tail_used_at: float | None = None
 
     @property
     def is_warm(self) -> bool:
@@ -247,14 +273,15 @@ class Router:
     def __init__(self, num_engines: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._engines = [_Engine() for _ in range(num_engines)]
-        self._costs = [0] * num_engines
+        self._costs = [0.0] * num_engines
+        self._pressures = [0.0] * num_engines
         self._stalled: set[int] = set()
         self._high: set[int] = set()
         self._new: set[int] = set()
         self._stalls_checked_at = 0.0
         self._indexes = [PrefixIndex(num_engines)]
         self._sent: dict[int, _Sent] = {}
-        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._sessions: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._tenants: dict[int, dict[int, int]] = {}
         self._num_misses = 0
         self._block_size = 1
@@ -268,42 +295,56 @@ class Router:
         """Return the engine that should get a request, one of `usable`, which is not empty."""
         if len(usable) == 1:
             return usable[0]
-        base, num_tokens = self._costs, request.num_tokens
-        costs: dict[int, float] = {index: base[index] for index in self._unloaded(usable)}
+        usable, num_tokens = self._unloaded(usable), request.num_tokens
+        pressures, costs = self._pressures, list(self._costs)
+        if any(pressures):
+            costs = [
+                cost + num_tokens * pressure
+                for cost, pressure in zip(costs, pressures, strict=True)
+            ]
+        if len(usable) < len(costs):
+            costs = [cost if index in usable else inf for index, cost in enumerate(costs)]
         if request.tenant:  # fairness: a tenant competes with itself first
             for index, cost in self._tenants.get(request.tenant, {}).items():
-                if index in costs:
-                    costs[index] += cost
+                costs[index] += cost
         credits = self._credits(request.keys)
         for index, credit in credits.items():
-            if index in costs:
-                costs[index] -= credit
-        lowest = min(costs.values())
+            costs[index] -= credit * (1.0 + pressures[index])
+        lowest = min(costs)
         most = lowest + max(PENALTY_TOKENS, num_tokens)
-        favoured = self._sessions.get(request.session) if request.session else None
-        if favoured is not None and costs.get(favoured, most) < most:
-            return favoured
         most_found = max(credits.values(), default=0.0)
+        favoured, num_known = self._sessions.get(request.session, (0, inf))
+        if costs[favoured] < most and credits.get(favoured, 0.0) >= AFFINE_SHARE * num_known:
+            return favoured
         if self._new and most_found < MISS_SHARE * num_tokens:
-            new = self._new & costs.keys()
+            new = self._new.intersection(usable)
             self._num_misses += 1
             if new and not self._num_misses % MISSES_PER_NEW:
                 return min(new, key=costs.__getitem__)
         if most_found >= AFFINE_SHARE * num_tokens and _mixed(request.request_id) % EXPLORE_ONE_IN:
-            affine = {
-                index: costs[index]
+            affine = [
+                index
                 for index, credit in credits.items()
-                if credit >= AFFINE_SHARE * num_tokens and costs.get(index, most) < most
-            }
+                if credit >= AFFINE_SHARE * num_tokens and costs[index] < most
+            ]
             if affine:
-                lowest, costs = min(affine.values()), affine
-        return self._best(costs, lowest, request)
+                lowest = min(costs[index] for index in affine)
+                return self._best([index for index in affine if costs[index] <= lowest], request)
+        if costs.count(lowest) == 1:
+            return costs.index(lowest)
+        return self._best([index for index in usable if costs[index] <= lowest], request)
 
     def _unloaded(self, usable: Sequence[int]) -> Sequence[int]:
         """Leave out engines that are stalled or overloaded, as long as others remain."""
         now = self._clock()
         if now >= self._stalls_checked_at + STALL_CHECK_SECONDS:
             self._stalls_checked_at = now
+            self._pressures = [
+                0.0
+                if engine.tail_used_at is None
+                else REUSE_SECONDS / (REUSE_SECONDS + now - engine.tail_used_at)
+                for engine in self._engines
+            ]
             self._stalled = {
                 index
                 for index, engine in enumerate(self._engines)
@@ -327,13 +368,12 @@ class Router:
                     known[engine] = tokens
         return credits
 
-    def _best(self, costs: dict[int, float], lowest: float, request: RoutedRequest) -> int:
-        """Return an engine of the lowest cost; of several the same one in every front end."""
-        best = [index for index, cost in costs.items() if cost <= lowest]
-        if len(best) == 1:
-            return best[0]
+    def _best(self, engines: Sequence[int], request: RoutedRequest) -> int:
+        """Return one of several engines of equal cost, the same one in every front end."""
+        if len(engines) == 1:
+            return engines[0]
         affinity = request.affinity
-        return max(best, key=lambda index: _mixed(affinity + index * _ODD))
+        return max(engines, key=lambda index: _mixed(affinity + index * _ODD))
 
     # What happened
 
@@ -378,13 +418,14 @@ class Router:
         known.prefill += prefill
         self._add_tenant_cost(sent, sent.cost)
         self._update_cost(engine)
+        now = self._clock()
         for index, capacity in zip(self._indexes, known.capacities, strict=False):
-            index.add(engine, keys, capacity)
+            known.tail_used_at = index.add(engine, keys, capacity, now)
         known.num_new_blocks += prefill // self._block_size
         if engine in self._new and known.is_warm:
             self._new.discard(engine)
         if request.session:
-            self._sessions[request.session] = engine
+            self._sessions[request.session] = engine, blocks_of(len(keys)) * self._block_size
             self._sessions.move_to_end(request.session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)

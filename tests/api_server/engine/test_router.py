@@ -11,7 +11,6 @@ from api_server.engine.router import (
     MANY_WAITING,
     MISSES_PER_NEW,
     PENALTY_TOKENS,
-    RUN_BLOCKS,
     WARM_BLOCKS,
     EngineLoad,
     PrefixIndex,
@@ -118,14 +117,44 @@ def test_a_choice_that_generates_costs_as_much_as_some_prompt_tokens():
 
 def test_a_session_stays_with_the_engine_of_its_last_turn_until_that_costs_too_much():
     rig = Rig()
-    first = rig.request(session="s")
+    prompt = rig.tokens(640)
+    first = rig.request(prompt, session="s")
     rig.send(first, 3)
     rig.finish(first)
     other = rig.request(rig.tokens(PENALTY_TOKENS // 2))
     rig.send(other, 3)
-    assert rig.choose(rig.request(session="s")) == 3
+    turn = [*prompt, *rig.tokens(600)]  # of which the engine has too little for its prefix alone
+    assert rig.choose(rig.request(turn, session="s")) == 3
     rig.send(rig.request(rig.tokens(2 * PENALTY_TOKENS)), 3)
-    assert rig.choose(rig.request(session="s")) != 3
+    assert rig.choose(rig.request(turn, session="s")) != 3
+
+
+def test_a_session_whose_kv_was_evicted_goes_where_it_costs_least():
+    rig = Rig(2, num_blocks=128)
+    prompt = rig.tokens(640)
+    first = rig.request(prompt, session="s")
+    rig.send(first, 1)
+    rig.finish(first)
+    evicting = rig.request(rig.tokens(2048))
+    rig.send(evicting, 1)
+    rig.finish(evicting)
+    rig.now += 1
+    assert rig.choose(rig.request(prompt, session="s")) == 0
+
+
+def test_full_engines_evict_what_was_not_used_for_longest():
+    rig = Rig(2, num_blocks=128)
+    for engine in (0, 1):
+        filling = rig.request(rig.tokens(2048))
+        rig.send(filling, engine)
+        rig.finish(filling)
+        rig.now += 30
+    assert {rig.choose(rig.request()) for _ in range(8)} == {0}
+    used_again = rig.request(rig.tokens(2048))
+    rig.send(used_again, 0)
+    rig.finish(used_again)
+    rig.now += 1
+    assert {rig.choose(rig.request()) for _ in range(8)} == {1}
 
 
 def test_affinity_ends_where_the_engine_is_overloaded_and_others_are_not():
@@ -300,10 +329,10 @@ def test_the_index_agrees_with_sets_of_blocks():
         keys = base + [rng.getrandbits(60) for _ in range(rng.randrange(1, 12))]
         prompts.append(keys)
         engine = rng.randrange(3)
-        index.add(engine, keys, 120)
+        index.add(engine, keys, 120, float(now))
         for place in range(len(keys) - 1, -1, -1):
             now += 1
-            size = 1 if place < RUN_BLOCKS else RUN_BLOCKS
+            size = blocks_of(place + 1) - blocks_of(place)
             held[engine][keys[place]] = (now, held[engine].get(keys[place], (0, size))[1])
         while sum(size for _, size in held[engine].values()) > 120:
             del held[engine][min(held[engine], key=lambda key: held[engine][key])]
@@ -354,7 +383,17 @@ def test_keys_depend_on_images_from_where_they_begin():
 
 def test_runs_of_blocks_cover_full_blocks_only():
     rig = Rig()
-    for number, runs in ((0, 0), (15, 0), (16, 1), (128, 8), (255, 8), (256, 9), (8192, 71)):
+    for number, runs in (
+        (0, 0),
+        (15, 0),
+        (16, 1),
+        (128, 8),
+        (255, 8),
+        (256, 9),
+        (1024, 15),
+        (1535, 15),
+        (8192, 29),
+    ):
         request = rig.request(rig.tokens(number))
         assert len(request.keys) == runs
         assert blocks_of(runs) * SIZE <= number
