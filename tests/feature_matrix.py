@@ -1391,7 +1391,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "replicas",
         "host_kv stored_kv",
         Works(
-            "e2e/test_engines.py::test_an_engine_loads_what_another_one_has_stored",
+            "e2e/test_engines.py::test_an_engine_finds_at_its_start_what_another_one_has_stored",
             "names of files and keys do not depend on the engine",
         ),
     ),

@@ -462,8 +462,8 @@ class EngineClient:
         """
         self._resting = set(resting)
         for engine in resting:
-            for admin_call in self._admin_calls.values():
-                admin_call.skip(engine)
+            for call in self._admin_calls.values():
+                call.skip(engine)
             for adapter_call in self._adapter_calls.values():
                 adapter_call.skip(engine)
         came_back = self._reported_missing.difference(missing)

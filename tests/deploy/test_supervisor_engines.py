@@ -86,7 +86,7 @@ def test_a_hung_worker_is_found_by_the_report_of_its_engine(start: Start) -> Non
     daemon.wait_for("worker 1 is back after", "worker 1: incarnation 1, epochs 2 and 3")
     pid = before["worker 1"].pid
     assert f"worker 1 (pid {pid}) hangs, no completed step for" in daemon.text
-    reasons = re.findall(r"NotReady\(what='worker 1 [^)]*engine=(\d)\)", daemon.text)
+    reasons = re.findall(r"NotReady\(what='worker 1 [^)]*engine=(\d)", daemon.text)
     assert set(reasons) == {"1"}
     assert changed(before, daemon.titled(*TITLES)) == {"worker 1"}
 

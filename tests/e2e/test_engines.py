@@ -58,11 +58,12 @@ def test_a_process_of_one_engine_is_restarted_alone(daemon: Daemon, title: str) 
     assert {f"tokend: {role} {index}" for role in ("engine", "worker") for index in (0, 1)} <= set(
         before
     )
-    psutil.Process(before[title]).kill()
     back = f"{title.removeprefix('tokend: ')} is back after"
     num_back = daemon.text.count(back)
     statuses = set()
     with httpx.Client(base_url=daemon.url, timeout=LIMIT_SECONDS) as client:
+        assert client.get("/health/ready").status_code == 200
+        psutil.Process(before[title]).kill()
         end = time.monotonic() + LIMIT_SECONDS
         while daemon.text.count(back) == num_back:
             assert time.monotonic() < end, daemon.text
@@ -75,7 +76,7 @@ def test_a_process_of_one_engine_is_restarted_alone(daemon: Daemon, title: str) 
     assert stream.num_tokens == NUM_TOKENS
 
 
-def test_an_engine_loads_what_another_one_has_stored(tmp_path: Path) -> None:
+def test_an_engine_finds_at_its_start_what_another_one_has_stored(tmp_path: Path) -> None:
     config = {
         "kv_connector": "SharedStorageConnector",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kv")},
@@ -91,6 +92,8 @@ def test_an_engine_loads_what_another_one_has_stored(tmp_path: Path) -> None:
             first = client.post("/v1/completions", json=body).json()
         assert num_cached(first) == 0
         assert eventually(lambda: len(list((tmp_path / "kv").rglob("*.0-of-1"))) >= 3)
+        psutil.Process(pids_by_title(daemon.pid)["tokend: engine 1"]).kill()
+        assert eventually(lambda: "engine 1 is back after" in daemon.text, LIMIT_SECONDS)
         with httpx.Client(**at_engine(daemon, 1)) as client:
             second = client.post("/v1/completions", json=body).json()
         assert num_cached(second) >= 32

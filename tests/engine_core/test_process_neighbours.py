@@ -125,7 +125,7 @@ def test_a_worker_with_an_impossible_result_is_dropped(start, tokens):
     engine.front_ends[0].send(engine.request(1, [1], 10))
     step = engine.expect(engine.worker, SchedulerOutput)
     engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [0], tokens))
-    assert "worker 0" in engine.expect(engine.supervisor, ProtocolViolation).reason
+    assert "rank 0" in engine.expect(engine.supervisor, ProtocolViolation).reason
     assert engine.shutdown() == 0
 
 
@@ -156,7 +156,7 @@ def test_garbage_from_a_worker_that_was_never_ready_ends_the_engine(start):
     engine = start()
     engine.worker.zmq_socket.send(b"\xc1 not a message")
     fatal = engine.expect(engine.supervisor, Fatal)
-    assert "worker 0" in fatal.error.message
+    assert "rank 0" in fatal.error.message
     assert engine.process.wait(20) == 1
 
 
