@@ -84,12 +84,13 @@ only daemon of this user is reloaded. Waits for the end of the reload; the exit 
 reload failed.
 """
 _PULL: Final = """\
-usage: tokend pull NAME [--revision REVISION] [--hf-token TOKEN]
+usage: tokend pull NAME [--revision REVISION] [--no-mmproj] [--hf-token TOKEN]
 
 Download a model, or what has changed of it, and prepare it for serving. NAME is a packaged model
-(tokend models), ORG/NAME on the Hugging Face hub, or ORG/NAME:Q4_K_M for one of its GGUF files.
-Files are kept in the cache that other programs of the hub use; a download that broke off is
-continued. Variables: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
+(tokend models), ORG/NAME on the Hugging Face hub, or ORG/NAME:Q4_K_M for one of its GGUF files,
+with the file of its vision part if the repository has one (--no-mmproj: without it). Files are kept
+in the cache that other programs of the hub use; a download that broke off is continued.
+Variables: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
 """
 _LIST: Final = """\
 usage: tokend list
@@ -112,9 +113,11 @@ List the packaged models, and which of them are downloaded.
   --supported   list the architectures of models that tokend serves
 """
 _PREPARE: Final = """\
-usage: tokend prepare MODEL [--revision REVISION] [--speculative-config JSON]
+usage: tokend prepare MODEL [--revision REVISION] [--mmproj FILE | --no-mmproj]
+                      [--speculative-config JSON]
 
 Prepare a model for serving and print its manifest; then that of the draft model, if there is one.
+FILE has the vision part of a GGUF model, by default the file that belongs to the model.
 """
 _TRACE: Final = """\
 usage: tokend trace view FILE [flags]; flags: tokend trace view --help
@@ -304,14 +307,21 @@ def _pull(arguments: list[str], environment: "HostEnvironment") -> int:
     from deploy.flags import parse_words
     from deploy.models.store import prepared_model
 
-    names, values = parse_words(arguments, ("--revision", "--hf-token"))
+    names, values = parse_words(arguments, ("--revision", "--hf-token"), ("--no-mmproj",))
     if len(names) != 1:
         raise ConfigError("tokend pull takes one name: see tokend pull --help")
     _hide_secrets("pull", arguments)
     environment = environment.with_hub_token(values.get("--hf-token"))
     revision = values.get("--revision")
     with closing(open_display(sys.stderr)) as display:
-        model = prepared_model(names[0], environment, display, revision=revision, refresh=True)
+        model = prepared_model(
+            names[0],
+            environment,
+            display,
+            revision=revision,
+            refresh=True,
+            mmproj=values.get("--no-mmproj"),
+        )
     print(f"{names[0]} is prepared: {model.source}")
     return 0
 
@@ -351,13 +361,15 @@ def _prepare(arguments: list[str], environment: "HostEnvironment") -> int:
     from proto.codec import to_json_line
     from proto.settings.config import SpeculationConfig
 
-    names, values = parse_words(arguments, ("--revision", "--speculative-config"))
+    with_value = ("--revision", "--mmproj", "--speculative-config")
+    names, values = parse_words(arguments, with_value, ("--no-mmproj",))
     if len(names) != 1:
         raise ConfigError("tokend prepare takes one model: a folder, a .gguf file or a name")
     speculation = SpeculationConfig(speculative_config=values.get("--speculative-config"))
     with closing(open_display(sys.stderr)) as display:
         revision = values.get("--revision")
-        models = [prepared_model(names[0], environment, display, revision=revision)]
+        mmproj = values.get("--mmproj", values.get("--no-mmproj"))
+        models = [prepared_model(names[0], environment, display, revision=revision, mmproj=mmproj)]
         if (draft := prepared_draft_model(speculation, environment, display)) is not None:
             models.append(draft)
     print("".join(to_json_line(each).decode() for each in models), end="")

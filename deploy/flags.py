@@ -295,10 +295,13 @@ def _foreign(
     return (), [f"{name} has no effect: {reason}"]
 
 
-def parse_words(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def parse_words(
+    arguments: Sequence[str], names: Sequence[str], switches: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
     """Return the words of a command other than `serve`, and the values of its flags by name.
 
-    names: of flags that take a value. Raises ConfigError.
+    names: of flags that take a value. switches: of those that take none; theirs is "". Raises
+    ConfigError.
     """
     rest = list(arguments)
     words: list[str] = []
@@ -308,8 +311,10 @@ def parse_words(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[st
         name, equals, value = _split(word)
         if not word.startswith("-"):
             words.append(word)
+        elif word in switches:
+            values[word] = ""
         elif name not in names:
-            raise ConfigError(unknown("option", name, names))
+            raise ConfigError(unknown("option", name, (*names, *switches)))
         elif equals:
             values[name] = value
         elif rest:

@@ -2,7 +2,7 @@
 
     --enable-auto-tool-choice    NO_EFFECT   taken; a notice says why it changes nothing
     --task embed                 SAME        taken as --runner pooling
-    --mmproj FILE                MISSING     refused; the reason names what is missing
+    --rope-scaling JSON          MISSING     refused; the reason names what is missing
     --ctx-size 8192              MEANT       refused; --max-model-len is suggested
 
 Names are without dashes; `_` in a flag counts as `-`, as in vLLM.
@@ -23,7 +23,6 @@ class NoEffect(NamedTuple):
 
 
 _ATTENTION: Final = "attention never stores its scores as a whole"
-_TEXT_ONLY: Final = "models are served for text"
 _GRAPHS: Final = "there is no compilation to set up; --enforce-eager turns CUDA graphs off"
 _PROCESSES: Final = "scheduler, workers and front ends are always processes of their own"
 
@@ -69,8 +68,6 @@ NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "cuda-graph-sizes": NoEffect(_GRAPHS, None),
     "guided-decoding-backend": NoEffect("grammars have one backend, llguidance", None),
     "structured-outputs-config": NoEffect("grammars have one backend, llguidance", None),
-    "mm-processor-kwargs": NoEffect(_TEXT_ONLY, None),
-    "language-model-only": NoEffect(_TEXT_ONLY),
     "distributed-executor-backend": NoEffect(_PROCESSES, ("mp", "uni")),
     "pipeline-parallel-size": NoEffect("layers are not divided", ("1",)),
     "load-format": NoEffect("the files say what they are", ("auto", "safetensors", "gguf")),
@@ -88,6 +85,8 @@ SAME: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "enable-log-requests": {"": ("--no-disable-log-requests",)},
     "no-enable-log-requests": {"": ("--disable-log-requests",)},
     "disable-uvicorn-access-log": {"": ("--disable-log-requests",)},
+    "language-model-only": {"": ("--limit-mm-per-prompt", '{"image": 0}')},
+    "no-mmproj": {"": ("--no-mmproj-auto",)},
     "disable-fastapi-docs": {"": ("--no-page",)},
     **{name: {"": _POOLING} for name in ("embedding", "embeddings", "reranking", "rerank")},
     "pooling": {
@@ -124,13 +123,13 @@ SYNONYMS: Final[Mapping[str, Mapping[str, str]]] = {
 """Flag of tokend → word that vLLM takes for a value → that value."""
 
 MISSING: Final[Mapping[str, str]] = {
-    "default-mm-loras": "models are served for text",
+    "default-mm-loras": "a request names its adapter",
+    "mm-processor-kwargs": "images are scaled as the model's preprocessor_config.json says",
     "lora-scaled": "a request has the factor of its adapter, in the field lora",
     "hf-overrides": "change config.json in a copy of the folder",
     "rope-scaling": "change config.json in a copy of the folder",
     "cpu-offload-gb": "weights are on the device as a whole",
     "load-format dummy": "weights are those of the model's files",
-    "mmproj": "the file with mmproj in its name that lies beside the model is read",
     "ray-address": "there are no nodes yet",
     "nnodes": "there are no nodes yet",
     **dict.fromkeys(

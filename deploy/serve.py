@@ -148,7 +148,13 @@ def run_worker_program(
 def _prepare_models(
     config: ServeConfig, environment: HostEnvironment, display: Display
 ) -> ServedModels:
-    model = prepared_model(config.model.model, environment, display, revision=config.model.revision)
+    model = prepared_model(
+        config.model.model,
+        environment,
+        display,
+        revision=config.model.revision,
+        mmproj=config.model.mmproj_file,
+    )
     model = model.served_with(config.media.max_images, config.model.max_model_len)
     return ServedModels(model, prepared_draft_model(config.speculation, environment, display))
 

@@ -139,22 +139,13 @@ MEDIA: Final = ("CPU", "disk", "remote", "other")
 _SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
-class HistogramFamily(NamedTuple):
-    """Histograms of a name, by the value of a label. label: "" for none."""
+class Family(NamedTuple):
+    """Metrics of a name, by the value of a label. label: "" for none."""
 
     name: str
     text: str
     label: str
-    histograms: Mapping[str, Histogram]
-
-
-class CounterFamily(NamedTuple):
-    """Counters of a name, by the value of a label. label: "" for none."""
-
-    name: str
-    text: str
-    label: str
-    counters: Mapping[str, Counter]
+    members: Mapping[str, Counter | Histogram]
 
 
 class EngineMetrics:
@@ -165,8 +156,7 @@ class EngineMetrics:
 
     def __init__(self, sheet: MetricSheet) -> None:
         self._sheet = sheet
-        self.counter_families: list[CounterFamily] = []
-        self.histogram_families: list[HistogramFamily] = []
+        self.families: list[Family] = []
         self._define_engine_metrics()
         self._define_request_metrics()
 
@@ -540,18 +530,18 @@ class EngineMetrics:
     ) -> dict[str, Counter]:
         """Define a counter for each value of a label."""
         counters = {value: Counter(self._sheet) for value in values}
-        self.counter_families.append(CounterFamily(name, text, label, counters))
+        self.families.append(Family(name, text, label, counters))
         return counters
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
         histogram = Histogram(self._sheet, bounds)
-        self.histogram_families.append(HistogramFamily(name, text, "", {"": histogram}))
+        self.families.append(Family(name, text, "", {"": histogram}))
         return histogram
 
     def _histograms(self, name: str, text: str, bounds: Sequence[float]) -> dict[str, Histogram]:
         """Define a histogram for each medium."""
         histograms = {medium: Histogram(self._sheet, bounds) for medium in MEDIA}
-        self.histogram_families.append(HistogramFamily(name, text, "medium", histograms))
+        self.families.append(Family(name, text, "medium", histograms))
         return histograms
 
 

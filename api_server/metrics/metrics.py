@@ -8,10 +8,10 @@ Metrics that vLLM has, too, have a label `engine`, the index of the engine; othe
 engines together.
 """
 
+import collections
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -33,6 +33,7 @@ from api_server.metrics.engine_metrics import MEDIA, EngineMetrics, known_medium
 from api_server.metrics.http_metrics import HttpMetrics
 from api_server.metrics.metric_sheet import (
     BroadcastCounter,
+    Counter,
     EngineGauges,
     EngineValues,
     Gauge,
@@ -209,35 +210,22 @@ class Metrics(Collector):
             for role, counter in counters.items():
                 restarts.add_metric((role,), counter.value)
             yield restarts
-        yield from self._collect_counters()
-        yield from self._collect_histograms()
+        yield from self._collect_families()
 
-    def _collect_counters(self) -> Iterator[Metric]:
-        for families in zip(*(engine.counter_families for engine in self.engines), strict=True):
+    def _collect_families(self) -> Iterator[Metric]:
+        """Counters and histograms, by engine if vLLM has them, too, else of all together."""
+        for families in zip(*(engine.families for engine in self.engines), strict=True):
             name, text, label, first = families[0]
-            shown = CounterMetricFamily(name, text, labels=self._names(name, label))
+            is_histogram = any(isinstance(member, Histogram) for member in first.values())
+            kind: Any = HistogramMetricFamily if is_histogram else CounterMetricFamily
+            shown = kind(name, text, labels=self._names(name, label))
             for value in self._shown_values(label, first):
-                counts = [family.counters[value].value for family in families]
+                members = [family.members[value] for family in families]
                 if not name.startswith("vllm:"):
-                    shown.add_metric(self._values(None, label, value), sum(counts))
+                    shown.add_metric(self._values(None, label, value), *_values_of(members))
                     continue
-                for index, count in enumerate(counts):
-                    shown.add_metric(self._values(index, label, value), count)
-            yield shown
-
-    def _collect_histograms(self) -> Iterator[Metric]:
-        for families in zip(*(engine.histogram_families for engine in self.engines), strict=True):
-            name, text, label, first = families[0]
-            shown = HistogramMetricFamily(name, text, labels=self._names(name, label))
-            for value in self._shown_values(label, first):
-                histograms = [family.histograms[value] for family in families]
-                if not name.startswith("vllm:"):
-                    labels = self._values(None, label, value)
-                    shown.add_metric(labels, *Histogram.joined_buckets(histograms))
-                    continue
-                for index, histogram in enumerate(histograms):
-                    labels = self._values(index, label, value)
-                    shown.add_metric(labels, *Histogram.joined_buckets([histogram]))
+                for index, member in enumerate(members):
+                    shown.add_metric(self._values(index, label, value), *_values_of([member]))
             yield shown
 
     def _shown_values(self, label: str, values: Iterable[str]) -> list[str]:
@@ -309,7 +297,7 @@ class Metrics(Collector):
         weights = GaugeMetricFamily(
             "tokend:weights_bytes", "Memory of the weight matrices.", labels=("form",)
         )
-        num_bytes: Counter[str] = Counter()
+        num_bytes: collections.Counter[str] = collections.Counter()
         for engine in engines.values():
             for memory in engine.weights:
                 num_bytes[memory.form] += memory.num_bytes
@@ -354,7 +342,7 @@ class Metrics(Collector):
             "Requests of an adapter whose logits were not finite, since it was loaded.",
             labels=("adapter",),
         )
-        num_corrupted: Counter[str] = Counter()
+        num_corrupted: collections.Counter[str] = collections.Counter()
         for usage in usages:
             num_corrupted.update(usage.num_corrupted)
         for name, number in num_corrupted.items():
@@ -376,6 +364,14 @@ class Metrics(Collector):
         for index, value in enumerate(values):
             family.add_metric(self._values(index, "", ""), value)
         return family
+
+
+def _values_of(members: Sequence[Counter | Histogram]) -> tuple[Any, ...]:
+    """Return what counters or histograms of the same bounds show together."""
+    histograms = [member for member in members if isinstance(member, Histogram)]
+    if histograms:
+        return Histogram.joined_buckets(histograms)
+    return (sum(member.value for member in members if not isinstance(member, Histogram)),)
 
 
 def _gauges(stats: SchedulerStats) -> dict[str, float]:

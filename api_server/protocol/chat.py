@@ -23,10 +23,12 @@ from api_server.protocol.fields import (
     given_fields,
     ignored_of,
     is_nested_deeper,
+    most_elements,
     most_members,
     no_text,
 )
 from api_server.protocol.images import DETAILS, MAX_UUID_CHARACTERS, read_image_part
+from api_server.protocol.schemas import STRING, a_list, an_object
 from api_server.protocol.tools import ToolFields
 from proto.errors import InvalidRequestError, shown
 from proto.messages.sampling_params import MAX_BUDGET, MAX_LOGPROBS
@@ -94,13 +96,6 @@ def _known_role(role: str) -> str:
     return role
 
 
-def check_message_count(messages: Any) -> Any:
-    """Raise ValueError for too many messages, before any of them is parsed."""
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise ValueError(f"at most {MAX_MESSAGES} messages, got {len(messages)}")
-    return messages
-
-
 def _with_content(message: Any, ignored: IgnoredFields) -> Any:
     """Return a message with its refusal as content, and "" for content that may be missing.
 
@@ -156,44 +151,27 @@ def _arguments(given: Any, info: ValidationInfo) -> Any:
 
 
 _ROLES_WITHOUT_RESULTS: Final = ("system", "developer", "user", "assistant")
-_PART_SCHEMA: Final = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
+_PART_SCHEMA: Final = an_object(type={"const": "text"}, text=STRING)
 _IMAGE_SCHEMA: Final = {
-    "type": "object",
     "description": "An image, for a model that reads images: a data URI, or an address that the "
     "operator allows. With a uuid, image_url may be null: the image that was sent with it before.",
-    "properties": {
-        "type": {"const": "image_url"},
-        "image_url": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "object",
-                    "properties": {"url": {"type": "string"}, "detail": {"enum": list(DETAILS)}},
-                    "required": ["url"],
-                },
-                {"type": "null"},
-            ]
+    **an_object(
+        type={"const": "image_url"},
+        optional={
+            "image_url": {
+                "anyOf": [
+                    STRING,
+                    an_object(url=STRING, optional={"detail": {"enum": list(DETAILS)}}),
+                    {"type": "null"},
+                ]
+            },
+            "uuid": STRING | {"minLength": 1, "maxLength": MAX_UUID_CHARACTERS},
         },
-        "uuid": {"type": "string", "minLength": 1, "maxLength": MAX_UUID_CHARACTERS},
-    },
-    "required": ["type"],
+    ),
 }
-_CONTENT_SCHEMA: Final = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": MAX_PARTS,
-            "items": {"anyOf": [{"type": "string"}, _PART_SCHEMA, _IMAGE_SCHEMA]},
-        },
-    ]
-}
-_ARGUMENTS_SCHEMA: Final = {"anyOf": [{"type": "string"}, {"type": "object"}]}
+_PARTS_SCHEMA: Final = {"anyOf": [STRING, _PART_SCHEMA, _IMAGE_SCHEMA]}
+_CONTENT_SCHEMA: Final = {"anyOf": [STRING, a_list(_PARTS_SCHEMA, minItems=1, maxItems=MAX_PARTS)]}
+_ARGUMENTS_SCHEMA: Final = {"anyOf": [STRING, {"type": "object"}]}
 
 
 class ContentPart(Strict):
@@ -322,7 +300,7 @@ class ConversationFields(ToolFields):
     messages: Annotated[
         list[Message],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
-        BeforeValidator(check_message_count),
+        most_elements(MAX_MESSAGES, "messages"),
     ]
     """The conversation, at most 4096 messages."""
     add_generation_prompt: bool = True

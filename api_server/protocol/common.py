@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from api_server.protocol.agents import AgentFields, printable
 from api_server.protocol.fields import STREAM_OPTIONS_NEUTRAL, NestedFields, Strict, is_encodable
+from api_server.protocol.schemas import INTEGER, STRING, a_list
 from api_server.protocol.structured import StructuredFields
 from proto.messages.engine_io import MAX_CHOICES
 from proto.messages.logit_edits import LOGIT_EDIT_NUMBERS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
@@ -88,29 +89,19 @@ StopStringList = Annotated[
     Field(fail_fast=True, max_length=MAX_STOP_STRINGS),
     AfterValidator(_check_stops),
 ]
-TEXT_SCHEMA: Final = {"type": "string", "minLength": 1}
+TEXT_SCHEMA: Final = STRING | {"minLength": 1}
 StopField = Annotated[
     StopStringList,
     BeforeValidator(_as_list),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                TEXT_SCHEMA,
-                {"type": "array", "items": TEXT_SCHEMA, "maxItems": MAX_STOP_STRINGS},
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [TEXT_SCHEMA, a_list(TEXT_SCHEMA, maxItems=MAX_STOP_STRINGS)]}),
 ]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
 
 
 def prompts_schema(most: int) -> WithJsonSchema:
     """Return the schema of a text, token ids, or a list of up to `most` of either."""
-    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-    lists = [
-        {"type": "array", "minItems": 1, "maxItems": most, "items": each}
-        for each in (TEXT_SCHEMA, ids)
-    ]
+    ids = a_list(INTEGER | {"minimum": 0}, minItems=1)
+    lists = [a_list(each, minItems=1, maxItems=most) for each in (TEXT_SCHEMA, ids)]
     return WithJsonSchema({"anyOf": [TEXT_SCHEMA, ids, *lists]})
 
 

@@ -5,7 +5,7 @@ effect. A field that no API defines is ignored and named in a header of the resp
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -439,10 +439,18 @@ _ENCODED_CHARACTERS: Final = 1 << 20
 
 def most_members(number: int) -> BeforeValidator:
     """Return a validator that refuses an object with more members before it reads them."""
+    return _most(dict, number, f"takes at most {number} names")
 
+
+def most_elements(number: int, plural: str) -> BeforeValidator:
+    """Return a validator that refuses a longer list before it reads the elements."""
+    return _most(list, number, f"at most {number} {plural}")
+
+
+def _most(kind: type[Sized], number: int, rule: str) -> BeforeValidator:
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > number:
-            raise ValueError(f"takes at most {number} names, got {len(value)}")
+        if isinstance(value, kind) and len(value) > number:
+            raise ValueError(f"{rule}, got {len(value)}")
         return value
 
     return BeforeValidator(check)

@@ -9,13 +9,14 @@ import numpy.typing as npt
 from pydantic import Field, WithJsonSchema
 
 from api_server.protocol.common import INT64_MAX, TEXT_SCHEMA, ComputedRequest, Text, prompts_schema
+from api_server.protocol.schemas import a_list
 from proto.errors import InvalidRequestError
 from proto.messages.pooling import MAX_INPUTS, MAX_VECTOR, PoolingTask
 
 Vector = npt.NDArray[np.float32]
 
 _DOCUMENT: Final = {"anyOf": [TEXT_SCHEMA, {"type": "object", "properties": {"text": TEXT_SCHEMA}}]}
-_DOCUMENTS: Final = {"anyOf": [_DOCUMENT, {"type": "array", "minItems": 1, "items": _DOCUMENT}]}
+_DOCUMENTS: Final = {"anyOf": [_DOCUMENT, a_list(_DOCUMENT, minItems=1)]}
 
 
 class PoolingFields(ComputedRequest):

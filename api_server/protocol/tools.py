@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
 from api_server.protocol.fields import IgnoredFields, Strict, given_fields, ignored_of, is_encodable
+from api_server.protocol.schemas import BOOLEAN, STRING, a_list, an_object, one_of
 from proto.errors import InvalidRequestError, shown
 from proto.messages.grammar import MAX_GRAMMAR_BYTES, check_schema, encoded
 
@@ -204,63 +205,33 @@ def _allowed_tools(value: Any, ignored: IgnoredFields) -> AllowedTools:
     return AllowedTools(mode, tuple(names))
 
 
-_TOOLS_SCHEMA: Final = {
-    "type": "array",
-    "maxItems": MAX_TOOLS,
-    "items": {
-        "type": "object",
-        "properties": {
-            "type": {"const": "function"},
-            "function": {
-                "type": "object",
-                "properties": {
-                    "name": {"type": "string", "pattern": TOOL_NAME},
-                    "description": {"type": "string"},
-                    "parameters": {"type": "object"},
-                    "strict": {"type": "boolean"},
-                },
-                "required": ["name"],
+_FUNCTION_TYPE: Final = {"const": "function"}
+_TOOLS_SCHEMA: Final = a_list(
+    an_object(
+        type=_FUNCTION_TYPE,
+        function=an_object(
+            name=STRING | {"pattern": TOOL_NAME},
+            optional={
+                "description": STRING,
+                "parameters": {"type": "object"},
+                "strict": BOOLEAN,
             },
-        },
-        "required": ["type", "function"],
-    },
-}
-_FUNCTION_CHOICE_SCHEMA: Final = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}},
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
+        ),
+    ),
+    maxItems=MAX_TOOLS,
+)
+_FUNCTION_CHOICE_SCHEMA: Final = an_object(type=_FUNCTION_TYPE, function=an_object(name=STRING))
 _CHOICE_SCHEMA: Final = {
     "anyOf": [
-        {"type": "string", "enum": list(_MODES)},
+        one_of(*_MODES),
         _FUNCTION_CHOICE_SCHEMA,
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "allowed_tools"},
-                "allowed_tools": {
-                    "type": "object",
-                    "properties": {
-                        "mode": {"enum": ["auto", "required"]},
-                        "tools": {
-                            "type": "array",
-                            "minItems": 1,
-                            "maxItems": MAX_TOOLS,
-                            "items": _FUNCTION_CHOICE_SCHEMA,
-                        },
-                    },
-                    "required": ["mode", "tools"],
-                },
-            },
-            "required": ["type", "allowed_tools"],
-        },
+        an_object(
+            type={"const": "allowed_tools"},
+            allowed_tools=an_object(
+                mode={"enum": ["auto", "required"]},
+                tools=a_list(_FUNCTION_CHOICE_SCHEMA, minItems=1, maxItems=MAX_TOOLS),
+            ),
+        ),
     ]
 }
 

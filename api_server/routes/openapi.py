@@ -31,37 +31,22 @@ from api_server.protocol.pooling import (
 )
 from api_server.protocol.responses.compaction import CompactionRequest
 from api_server.protocol.responses.request import ResponsesRequest
+from api_server.protocol.schemas import (
+    BOOLEAN,
+    INTEGER,
+    NUMBER,
+    STRING,
+    Schema,
+    a_list,
+    an_object,
+    one_of,
+    or_null,
+)
 from api_server.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 from api_server.routes import adapters, admin
 from proto.settings.config import FrontEndConfig
 
 # JSON Schemas of the responses.
-
-
-Schema = dict[str, Any]
-
-INTEGER: Final[Schema] = {"type": "integer"}
-NUMBER: Final[Schema] = {"type": "number"}
-STRING: Final[Schema] = {"type": "string"}
-BOOLEAN: Final[Schema] = {"type": "boolean"}
-
-
-def an_object(*, optional: Mapping[str, Schema] | None = None, **required: Schema) -> Schema:
-    """Return the schema of an object with these properties; later versions may add more."""
-    properties = {**required, **(optional or {})}
-    return {"type": "object", "properties": properties, "required": list(required)}
-
-
-def a_list(of: Schema) -> Schema:
-    return {"type": "array", "items": of}
-
-
-def or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def one_of(*values: str) -> Schema:
-    return {"type": "string", "enum": list(values)}
 
 
 IDS: Final = a_list(INTEGER)

@@ -44,13 +44,12 @@ from deploy.bench.options import (
     add_values,
     at_least_one,
     from_zero,
-    positive,
     several_counts,
     writable,
     write,
 )
 from deploy.bench.processes import memory_bytes
-from deploy.bench.servers import ServerSpec, running, tokend
+from deploy.bench.servers import ServerSpec, add_servers, given_servers, running, tokend
 from proto.errors import ConfigError
 
 TurnFigures = dict[str, Any]
@@ -436,9 +435,7 @@ def specs_of(options: argparse.Namespace) -> list[ServerSpec]:
         ]
     if options.serve_flags:
         raise ConfigError("bench compare: flags after -- go with --other")
-    specs = [
-        ServerSpec.parse(text, options.ready_path, options.start_seconds) for text in options.server
-    ]
+    specs = given_servers(options)
     if len({spec.name for spec in specs}) < max(2, len(specs)):
         raise ConfigError(
             "bench compare needs two --server NAME=... with different names, or --other"
@@ -447,12 +444,10 @@ def specs_of(options: argparse.Namespace) -> list[ServerSpec]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        metavar="NAME=...",
-        help="a URL, or a command with {port} in it; the first is compared with all others",
+    add_servers(
+        parser,
+        "NAME=...",
+        "a URL, or a command with {port} in it; the first is compared with all others",
     )
     parser.add_argument(
         "--other",
@@ -460,16 +455,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--restart", action="store_true", help="restart the server for each turn")
     parser.add_argument(
-        "--ready-path",
-        default="/health",
-        help="path that answers 200 when the server is ready (/health)",
-    )
-    parser.add_argument(
         "--concurrency", type=several_counts, default=[16], metavar="N[,N...]", help="(16)"
     )
     add_values(
         parser,
-        ("--start-seconds", positive, 600.0, "limit of a start"),
         ("--rounds", at_least_one, 3, "number of rounds"),
         ("--requests", at_least_one, None, "requests per load; by default twice the concurrency"),
         ("--alone", at_least_one, 3, "requests sent one after the other"),

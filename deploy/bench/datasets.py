@@ -12,7 +12,6 @@ import random
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -357,16 +356,8 @@ def read_trace(file: str) -> list[TraceRequest]:
     for line in read_lines(file):
         stamp, content = line.number("timestamp"), line.content()
         input_tokens = int(line.number("input_length", default=None if content is None else 0))
-        output_tokens = int(line.number("output_length"))
-        requests.append(
-            TraceRequest(
-                stamp,
-                content,
-                max(1, input_tokens),
-                max(1, output_tokens),
-                line.numbers("hash_ids"),
-            )
-        )
+        lengths = max(1, input_tokens), max(1, int(line.number("output_length")))
+        requests.append(TraceRequest(stamp, content, *lengths, line.numbers("hash_ids")))
     return sorted(requests, key=lambda request: request.stamp)
 
 
@@ -530,42 +521,24 @@ def dataset_of(options: argparse.Namespace) -> Dataset:
     if options.trace:
         trace = read_trace(options.trace)
         offsets = [(each.stamp - trace[0].stamp) * options.trace_scale for each in trace]
+        size = options.trace_block_size
         return Dataset(
-            partial(
-                trace_sessions,
-                trace=trace,
-                make_prompt=make_prompt,
-                block_size=options.trace_block_size,
-                chat=chat,
-            ),
-            offsets,
+            lambda seeds: trace_sessions(seeds, trace, make_prompt, size, chat=chat), offsets
         )
     if (name == "file") != bool(options.file):
         raise ConfigError("--dataset file and --file FILE belong together")
     if name == "file":
         requests = read_requests(options.file, options.output_tokens)
-        return Dataset(partial(repeated_sessions, requests=requests))
+        return Dataset(lambda seeds: repeated_sessions(seeds, requests))
     if name in _CHATS:
         jobs = f"bench-{secrets.token_hex(4)}" if options.agent_hints else ""
         agent = AgentTools(options.system_tokens, options.tools) if name == "agent" else None
         return Dataset(
-            partial(
-                conversation_sessions,
-                sizes=sizes,
-                num_turns=options.turns,
-                agent=agent,
-                chat=chat,
-                jobs=jobs,
+            lambda seeds: conversation_sessions(
+                seeds, sizes, options.turns, agent=agent, chat=chat, jobs=jobs
             )
         )
-    groups = (options.prefix_groups, options.prefix_tokens) if name == "shared-prefix" else (1, 0)
-    return Dataset(
-        partial(
-            prompt_sessions,
-            sizes=sizes,
-            make_prompt=make_prompt,
-            num_groups=groups[0],
-            prefix_tokens=groups[1],
-            chat=chat,
-        )
-    )
+    shared = {}
+    if name == "shared-prefix":
+        shared = {"num_groups": options.prefix_groups, "prefix_tokens": options.prefix_tokens}
+    return Dataset(lambda seeds: prompt_sessions(seeds, sizes, make_prompt, chat=chat, **shared))

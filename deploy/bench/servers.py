@@ -4,6 +4,7 @@ NAME=http://127.0.0.1:8000                   a running server
 NAME=llama-server -m x.gguf --port {port}    a command; {port} is replaced by a free port
 """
 
+import argparse
 import math
 import os
 import re
@@ -25,6 +26,7 @@ from typing import Final, Self
 import httpx
 
 from deploy.bench.client import base_url, is_up
+from deploy.bench.options import add_values, positive
 from proto.errors import ConfigError, TokendError
 
 END_SECONDS: Final = 30.0
@@ -111,6 +113,24 @@ class ServerSpec:
         if not any(PORT in word for word in command):
             raise ConfigError(f"--server {name}: the command has no {PORT} in it")
         return cls(name, "", command, ready_path, start_seconds)
+
+
+def add_servers(parser: argparse.ArgumentParser, metavar: str, text: str) -> None:
+    """Add the flags of `given_servers`. metavar, text: help of --server."""
+    parser.add_argument("--server", action="append", default=[], metavar=metavar, help=text)
+    parser.add_argument(
+        "--ready-path",
+        default="/health",
+        help="path that answers 200 when the server is ready (/health)",
+    )
+    add_values(parser, ("--start-seconds", positive, 600.0, "limit of a start"))
+
+
+def given_servers(options: argparse.Namespace) -> list[ServerSpec]:
+    """Return the servers of --server; raises ConfigError."""
+    return [
+        ServerSpec.parse(text, options.ready_path, options.start_seconds) for text in options.server
+    ]
 
 
 def tokend(name: str, flags: Sequence[str], start_seconds: float = 600.0) -> ServerSpec:

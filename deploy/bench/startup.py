@@ -20,8 +20,15 @@ from rich.table import Table
 from deploy.bench.client import Target, first_model
 from deploy.bench.datasets import add_prompts, prompts_of
 from deploy.bench.load import first_token_time
-from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
-from deploy.bench.servers import PrintedLine, ServerSpec, StartedServer, tokend
+from deploy.bench.options import BenchParser, at_least_one, writable, write
+from deploy.bench.servers import (
+    PrintedLine,
+    ServerSpec,
+    StartedServer,
+    add_servers,
+    given_servers,
+    tokend,
+)
 from proto.errors import ConfigError
 
 _PROGRESS_LINE: Final = re.compile(r"^(?P<process>[\w ]+): (?P<what>.+) …$")
@@ -110,9 +117,7 @@ def _spread(seconds: Sequence[float]) -> str:
 
 def _specs(options: argparse.Namespace) -> list[ServerSpec]:
     """Return tokend and the other servers; raises ConfigError."""
-    peers = [
-        ServerSpec.parse(text, options.ready_path, options.start_seconds) for text in options.server
-    ]
+    peers = given_servers(options)
     for peer in peers:
         if peer.url:
             raise ConfigError(f"--server {peer.name}: a start is measured from its command")
@@ -125,21 +130,7 @@ def _specs(options: argparse.Namespace) -> list[ServerSpec]:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = BenchParser(prog="tokend bench startup", description=__doc__)
-    parser.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        metavar="NAME=COMMAND",
-        help="another server; {port} is replaced by a free port",
-    )
-    parser.add_argument(
-        "--ready-path",
-        default="/health",
-        help="path that answers 200 when the server is ready (/health)",
-    )
-    parser.add_argument(
-        "--start-seconds", type=positive, default=600.0, help="limit of a start (600)"
-    )
+    add_servers(parser, "NAME=COMMAND", "another server; {port} is replaced by a free port")
     parser.add_argument("--model", help="model name; by default the first in /v1/models")
     parser.add_argument("--rounds", type=at_least_one, default=3, help="starts per server (3)")
     add_prompts(parser)

@@ -40,10 +40,11 @@ _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".scale", ".input_scale"
 the product's input."""
 
 
-def read(path: str, report: ProgressCallback) -> ModelContents:
+def read(path: str, report: ProgressCallback, vision_file: str | None = None) -> ModelContents:
     """Read a GGUF file, or all parts of a split one, by the path of any part.
 
-    Raises ModelError if it is damaged or not supported.
+    vision_file: of its vision part, "" for none; None: the one beside it. Raises ModelError if it
+    is damaged or not supported.
     """
     report("reading the GGUF header")
     header, paths = gguf_parts.read(path)
@@ -53,12 +54,14 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     config = gguf_config.convert(path, header)
     pooler = gguf_config.read_pooler(header, config)
     tensors = _without_rope_factors(paths, header, config)
-    projector = gguf_parts.vision_file(paths[0]) if pooler is None else None
+    if vision_file is None:
+        vision_file = gguf_parts.vision_file(paths[0])
+    projector = vision_file if pooler is None else None
     vision = None
-    if projector is not None:
+    if projector:
         report("reading the vision part")
         vision = mmproj.read(projector, header, config, file=len(paths))
-    if projector is not None and vision is not None:
+    if projector and vision is not None:
         paths, tensors = [*paths, projector], (*tensors, *vision.tensors)
         config |= vision.settings
     tokenizer_json, tokenizer_config, templates = gguf_tokenizer.convert(path, metadata)
@@ -73,7 +76,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         ends=_end_tokens(path, metadata),
         bos_token_id=gguf_tokenizer.token_id(path, metadata, "bos_token_id"),
         pooler=pooler,
-        unloaded_parts=("vision",) if projector is not None and vision is None else (),
+        unloaded_parts=("vision",) if projector and vision is None else (),
         generation_settings=_generation_settings(metadata),
         vision=None if vision is None else vision.facts,
         files={} if vision is None else vision.files,

@@ -5,13 +5,14 @@
     NAME-00003-of-00003.gguf    tensors
 
 split.no numbers the parts from 0; split.count and split.tensors.count are those of the whole model.
-A vision part is a file of its own beside them (mmproj.py), with `mmproj` in its name.
+A vision part is a file of its own beside them (mmproj.py), with `mmproj` in its name; in a
+repository it may be in a folder above.
 """
 
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final
 
 from msgspec import structs
@@ -24,7 +25,7 @@ _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _OWN_KEYS: Final = ("split.no", "general.alignment")
 """Keys that may differ between the parts of a model."""
 _VISION_MARK: Final = "mmproj"
-_PREFERRED: Final = ("f16", "bf16", "f32")
+_PREFERRED: Final = ("f16", "bf16", "q8_0", "f32")
 """Types in the names of several files with a vision part: the first of these is read."""
 _MAX_MISSING: Final = 3
 """Names of missing parts in an error."""
@@ -75,15 +76,35 @@ def part_paths(path: str) -> list[str]:
 
 def vision_file(path: str) -> str | None:
     """Return the file with a vision part that lies beside a model's; None without one."""
-    beside = sorted(Path(path).parent.glob("*.gguf"))
-    found = [str(each) for each in beside if _VISION_MARK in each.name and each.is_file()]
+    beside = Path(path).parent.glob("*.gguf")
+    return choose_vision_file(path, [str(each) for each in beside if each.is_file()])
 
-    def preference(each: str) -> tuple[int, str]:
-        words = re.split(r"[-._]", os.path.basename(each).lower())
-        ranks = [rank for rank, word in enumerate(_PREFERRED) if word in words]
-        return min(ranks, default=len(_PREFERRED)), each
 
+def choose_vision_file(model: str, paths: Iterable[str]) -> str | None:
+    """Return which of the paths is a model's vision part: in its folder, or else above it.
+
+    model: path of its first file. None without a vision part.
+    """
+
+    def preference(path: str) -> tuple[int, int, str]:
+        name = os.path.basename(path).lower()
+        ranks = [
+            rank
+            for rank, kind in enumerate(_PREFERRED)
+            if re.search(rf"(?:^|[-._]){kind}[-._]", name)
+        ]
+        return -len(os.path.dirname(path)), min(ranks, default=len(_PREFERRED)), path
+
+    folders = {str(each) for each in PurePath(model).parents}
+    found = [
+        path for path in paths if is_vision_file(path) and (os.path.dirname(path) or ".") in folders
+    ]
     return min(found, key=preference, default=None)
+
+
+def is_vision_file(path: str) -> bool:
+    """Return whether a file is the vision part of a model, by its name."""
+    return path.endswith(".gguf") and _VISION_MARK in os.path.basename(path)
 
 
 def read(path: str) -> tuple[GgufHeader, list[str]]:

@@ -10,7 +10,7 @@ Token ids equal those of llama.cpp, except where it approximates a family's own 
 docs/configuration.md says where the conversion in `transformers` differs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from deploy.models.prepared_folder import as_model_error, is_token_id
@@ -213,6 +213,28 @@ def token_id(path: str, metadata: Mapping[str, Any], key: str) -> int | None:
     raise ModelError(f"{path} sets tokenizer.ggml.{key} to {shown(value)}")
 
 
+def byte_level_bpe(
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    regexes: Iterable[str],
+    *,
+    is_whole: bool,
+) -> Any:
+    """Return a `tokenizers.Tokenizer` that merges bytes within the pieces of a text.
+
+    regexes: cut a text into pieces; each cuts the pieces of the one before it. is_whole: a piece
+    that is a token is not merged.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_whole))
+    splits = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in regexes]
+    bytes_of_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_of_pieces])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 class _Vocabulary:
     """The vocabulary in a file. special: token by its name in tokenizer_config.json, or None."""
 
@@ -273,27 +295,17 @@ class _Vocabulary:
         return tokenizer
 
     def _byte_level(self) -> Any:
-        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+        from tokenizers import normalizers
 
         merges = self._file_merges()
         if merges is None:
             raise self._missing("merges")
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
-        tokenizer = Tokenizer(
-            models.BPE(vocabulary, merges, ignore_merges=self._pre in _WHOLE_PIECES)
+        tokenizer = byte_level_bpe(
+            vocabulary, merges, _SPLITS[self._pre], is_whole=self._pre in _WHOLE_PIECES
         )
         if self._pre == "modern-bert":
             tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                *(
-                    pre_tokenizers.Split(Regex(regex), behavior="isolated")
-                    for regex in _SPLITS[self._pre]
-                ),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
 
     def _sentencepiece(self) -> Any:

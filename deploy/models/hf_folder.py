@@ -7,7 +7,6 @@ vision part if it is supported (vision_files.py).
 """
 
 import contextlib
-import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from deploy.models.prepared_folder import (
     architecture_of,
     as_model_error,
     is_token_id,
+    read_json,
 )
 from deploy.models.vision_files import (
     IMAGES_FILE,
@@ -156,18 +156,13 @@ def require_regular_files(folder: Path) -> None:
 
 def read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing and not required."""
-    try:
-        value = json.loads(read_model_file(path))
-    except FileNotFoundError:
+    value = read_json(path)
+    if value is None and not path.exists():
         if required:
             raise ModelError(
                 f"{path.parent} has no {path.name} (a Hugging Face model) and no .gguf file"
-            ) from None
+            )
         return {}
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} must contain a JSON object")
     return value

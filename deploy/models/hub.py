@@ -2,7 +2,7 @@
 
     org/name           a repository: its safetensors, or its only GGUF model (of several, Q4_K_M)
     org/name:Q8_0      one GGUF model of a repository, by its quantisation
-    org/name:x.gguf    the same by file name
+    org/name:x.gguf    the same by file name; a file of a vision part comes with it
     hf.co/org/name     these with the address of a page of the hub
 
 `snapshot` returns a folder in the cache of huggingface_hub, which other programs share. What is not
@@ -82,17 +82,22 @@ def parse_name(text: str) -> HubName | None:
 # ---- Which files are needed ----
 
 
-def select_files(names: Collection[str], name: HubName, kind: Kind = "model") -> list[str]:
+def select_files(
+    names: Collection[str], name: HubName, kind: Kind = "model", *, with_mmproj: bool = True
+) -> list[str]:
     """Return the files of a repository that serving it needs; raises ModelError without weights.
 
     names: of all files, relative, with slashes. Where the result has INDEX_FILE, the files of
-    `indexed_files` are needed, too.
+    `indexed_files` are needed, too. with_mmproj: the file of a GGUF model's vision part, if there
+    is one, comes last.
     """
     top = [each for each in names if "/" not in each]
     tensors = [each for each in top if each.endswith(".safetensors")]
     if kind == "model" and (name.file or not tensors):
         if any(each.endswith(".gguf") for each in names):
-            return select_gguf(names, name)
+            parts = select_gguf(names, name)
+            vision = gguf_parts.choose_vision_file(parts[0], names) if with_mmproj else None
+            return parts if vision is None or vision in parts else [*parts, vision]
         if name.file:
             raise ModelError(f"{name.repository} has no GGUF files, of which :{name.file} is one")
     if kind == "head":
@@ -192,14 +197,17 @@ def snapshot(
     kind: Kind = "model",
     revision: str | None = None,
     refresh: bool = False,
+    with_mmproj: bool = True,
 ) -> str:
     """Return the folder with the files of a model, downloaded if they are not all there.
 
     revision: branch, tag or commit; None: the default branch. refresh: ask the hub for a newer one,
-    also if the files are there. With a headers_folder in the environment, of weights that are not
-    there only the headers are downloaded, into it. Raises ModelError.
+    also if the files are there. with_mmproj: as in `select_files`. With a headers_folder in the
+    environment, of weights that are not there only the headers are downloaded, into it. Raises
+    ModelError.
     """
-    found = find_snapshot(name, environment, kind=kind, revision=revision)
+    find = partial(find_snapshot, name, environment, kind=kind, revision=revision)
+    found = find(with_mmproj=with_mmproj)
     if found is not None and not refresh:
         return found
     headers = environment.headers_folder
@@ -210,17 +218,19 @@ def snapshot(
     try:
         with exclusive(lock_path(cache, name.repository), on_wait):
             if not refresh and headers is None:
-                found = find_snapshot(name, environment, kind=kind, revision=revision)
+                found = find(with_mmproj=with_mmproj)
                 if found is not None:
                     return found
             variables = {**environment.variables, "HF_HUB_DISABLE_XET": "1"}
             extent = "all" if headers is None else "headers"
-            arguments = [name.repository, name.file, kind, revision or "", cache, extent]
+            vision = "mmproj" if with_mmproj else ""
+            arguments = [name.repository, name.file, kind, revision or "", cache, extent, vision]
             what = f"downloading {name}" if headers is None else f"reading headers of {name}"
             return run_child("deploy.models.hub_download", arguments, variables, display, what)
     except NotOnHubError as error:
         raise ModelError(f"{error}{near(name.repository, known_names(environment))}") from None
     except UnreachableError as error:
+        found = found or find(with_mmproj=False)
         if found is None:
             raise UnreachableError(f"{error}; {_WITHOUT_HUB}") from None
         display.notice(f"{error}; the files that are here are used", level="WARNING")
@@ -238,8 +248,12 @@ def find_snapshot(
     *,
     kind: Kind = "model",
     revision: str | None = None,
+    with_mmproj: bool = True,
 ) -> str | None:
-    """Return the folder in the cache if all files that the model needs are there, else None."""
+    """Return the folder in the cache if all files that the model needs are there, else None.
+
+    with_mmproj: as in `select_files`.
+    """
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import (
         CachedRepoTreeNotFoundError,
@@ -257,13 +271,15 @@ def find_snapshot(
     except LocalEntryNotFoundError:
         return None
     present = files_below(folder)
+    select = partial(select_files, name=name, kind=kind, with_mmproj=with_mmproj)
     try:
-        if any(each.endswith(".gguf") for each in select_files(present, name, kind)):
-            return folder  # the others of the repository are not needed
-        tree = get_cached_repo_tree(name.repository, revision=revision, cache_dir=cache)
-        needed = select_files([each.path for each in tree], name, kind)
+        needed = select(present)
+        has_gguf = any(each.endswith(".gguf") for each in needed)
+        if not has_gguf or (with_mmproj and not gguf_parts.is_vision_file(needed[-1])):
+            tree = get_cached_repo_tree(name.repository, revision=revision, cache_dir=cache)
+            needed = select([each.path for each in tree])
     except CachedRepoTreeNotFoundError:  # downloaded by an older program
-        needed = select_files(present, name, kind)
+        needed = select(present)
     except ModelError:
         return None
     if INDEX_FILE in needed and INDEX_FILE in present:

@@ -1,8 +1,9 @@
 """The process that downloads a model of the Hugging Face hub into the cache of huggingface_hub.
 
-Command line: `python -m deploy.models.hub_download REPOSITORY FILE KIND REVISION CACHE EXTENT`;
-FILE and REVISION may be empty, EXTENT is "all" or "headers". Token, address of the hub and offline
-mode are the variables of huggingface_hub (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
+Command line: `python -m deploy.models.hub_download REPOSITORY FILE KIND REVISION CACHE EXTENT
+MMPROJ`; FILE and REVISION may be empty, EXTENT is "all" or "headers", MMPROJ "mmproj" or empty.
+Token, address of the hub and offline mode are the variables of huggingface_hub (HF_TOKEN,
+HF_ENDPOINT, HF_HUB_OFFLINE).
 
     model_info                 files with sizes and hashes: what is needed, and whether it fits;
                                config.json first, which may name a model that is not supported
@@ -76,11 +77,18 @@ class HubFile:
 
 
 def download(
-    name: HubName, kind: Kind, revision: str | None, cache: str, *, headers_only: bool = False
+    name: HubName,
+    kind: Kind,
+    revision: str | None,
+    cache: str,
+    *,
+    headers_only: bool = False,
+    with_mmproj: bool = True,
 ) -> str:
     """Download what is missing of a model, and return the folder of its snapshot.
 
-    headers_only: of weights only the headers; the rest of their files is a hole.
+    headers_only: of weights only the headers; the rest of their files is a hole. with_mmproj: as in
+    `select_files`.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -99,7 +107,7 @@ def download(
     }
     if not all(_HASH.fullmatch(each.key) for each in files.values()):  # they become paths
         raise ModelError(f"the hub gives no valid hash for each file of {name}")
-    needed = select_files(files, name, kind)
+    needed = select_files(files, name, kind, with_mmproj=with_mmproj)
     transfer = (HeaderTransfer if headers_only else Transfer)(name, str(info.sha), cache)
     if kind == "model" and "config.json" in needed:
         transfer.fetch([files["config.json"]])
@@ -384,7 +392,7 @@ def describe(error: Exception, name: HubName, revision: str | None) -> ChildMess
 
 def main(arguments: Sequence[str]) -> int:
     """Download a model and print its folder; return the exit status, 2 for an error."""
-    repository, file, kind, revision, cache, extent = arguments
+    repository, file, kind, revision, cache, extent, mmproj = arguments
     name = HubName(repository, file)
     try:
         folder = download(
@@ -393,6 +401,7 @@ def main(arguments: Sequence[str]) -> int:
             revision or None,
             cache,
             headers_only=extent == "headers",
+            with_mmproj=bool(mmproj),
         )
     except ModelError as error:
         message = ChildMessage("error", str(error))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue, hub
-from deploy.models.gguf_parts import part_names
+from deploy.models.gguf_parts import choose_vision_file, is_vision_file, part_names
 from deploy.models.hub import HubName
 from deploy.models.lock_file import exclusive
 from deploy.models.prepared_folder import size_text
@@ -82,12 +82,20 @@ Starts = Mapping[str, float]
 
 def _starts(environment: HostEnvironment) -> Starts:
     starts: dict[str, float] = {}
-    for folder in map(str, Path(catalogue.prepared_root(environment.cache)).glob("*")):
-        manifest, start = read_manifest(folder), last_start(folder)
-        if manifest is not None and start is not None:
-            source = os.path.realpath(manifest.source)
+    for folder, model in _prepared(environment):
+        start = last_start(str(folder))
+        if start is not None:
+            source = os.path.realpath(model)
             starts[source] = max(start, starts.get(source, start))
     return starts
+
+
+def _prepared(environment: HostEnvironment) -> Iterator[tuple[Path, str]]:
+    """Yield each prepared folder and the path of its model."""
+    for folder in Path(catalogue.prepared_root(environment.cache)).glob("*"):
+        manifest = read_manifest(str(folder))
+        if manifest is not None:
+            yield folder, manifest.source
 
 
 def _packaged(environment: HostEnvironment, starts: Starts) -> Iterator[StoredModel]:
@@ -111,7 +119,9 @@ def _of_hub(environment: HostEnvironment, starts: Starts) -> Iterator[StoredMode
         for first, kind in zip(models, kinds, strict=True):
             tag = kind if kind and kinds.count(kind) == 1 else os.path.basename(first)
             hub_name = HubName(name, tag if len(models) > 1 else "")
-            blobs = {blob for part in part_names(first) for blob in files.get(part, ())}
+            vision = choose_vision_file(first, files)
+            own = [*part_names(first), *([vision] if vision else ())]
+            blobs = {blob for each in own for blob in files.get(each, ())}
             yield _stored(str(hub_name), f"GGUF {kind}{unfinished}", blobs, starts)
     for folder in Path(environment.hugging_face_cache).glob("models--*--*"):
         name = hub.repository_of(folder)
@@ -222,7 +232,7 @@ def _is_below(path: str, roots: Iterable[Path]) -> bool:
 def _remove_gguf(name: HubName, environment: HostEnvironment) -> int:
     """Remove the files of one GGUF model of a repository in all revisions; return the bytes."""
     repository = _repositories(environment)[name.repository]
-    chosen = hub.select_gguf(_blobs(repository), name)
+    chosen = _gguf_files(_blobs(repository), name)
     blobs = _gguf_blobs(repository, name)
     num_bytes = sum(blob.stat().st_size for blob in blobs)
     _remove_prepared(blobs, environment)
@@ -238,25 +248,31 @@ def _remove_gguf(name: HubName, environment: HostEnvironment) -> int:
 def _gguf_blobs(repository: "CachedRepoInfo", name: HubName) -> set[Path]:
     """Return the blobs of one GGUF model that are not those of other files, too."""
     files = _blobs(repository)
-    chosen = hub.select_gguf(files, name)
+    chosen = _gguf_files(files, name)
     kept = {blob for each, blobs in files.items() if each not in chosen for blob in blobs}
     return {blob for each in chosen for blob in files[each]} - kept
+
+
+def _gguf_files(files: Collection[str], name: HubName) -> list[str]:
+    """Return the files of one GGUF model; after the last one of a repository vision parts, too."""
+    chosen = hub.select_gguf(files, name)
+    if set(hub.gguf_models(files)) <= set(chosen):
+        chosen += filter(is_vision_file, files)
+    return chosen
 
 
 def _gone(environment: HostEnvironment) -> dict[str, list[Path]]:
     """Return the prepared folders of models that are gone, by the path of the model."""
     found: dict[str, list[Path]] = {}
-    for folder in Path(catalogue.prepared_root(environment.cache)).glob("*"):
-        manifest = read_manifest(str(folder))
-        if manifest is not None and not os.path.lexists(manifest.source):
-            found.setdefault(manifest.source, []).append(folder)
+    for folder, source in _prepared(environment):
+        if not os.path.lexists(source):
+            found.setdefault(source, []).append(folder)
     return found
 
 
 def _remove_prepared(sources: Iterable[Path], environment: HostEnvironment) -> None:
     """Remove what was prepared of models whose files are one of the paths, or below it."""
     roots = list(sources)
-    for folder in Path(catalogue.prepared_root(environment.cache)).glob("*"):
-        manifest = read_manifest(str(folder))
-        if manifest is not None and _is_below(manifest.source, roots):
+    for folder, source in _prepared(environment):
+        if _is_below(source, roots):
             shutil.rmtree(folder)

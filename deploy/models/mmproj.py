@@ -6,7 +6,7 @@ that one reader has both. A file of another kind, or for another model, is left 
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -31,8 +31,7 @@ _TOWER_KEYS: Final = {
 }
 """Key of the metadata, without its prefix → key of vision_config."""
 _SCALE_KEYS: Final = ("projector.scale_factor", "spatial_merge_size")
-_SCALE: Final = 4
-"""Patches of a side that become a row of the output, where a file does not say."""
+_MAX_LAYERS: Final = 1024
 _LAYER_NAMES: Final = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -70,6 +69,8 @@ _NAMES: Final = {
 _IGNORED: Final = ("v.token_embd.img_break",)
 """A row of the language model's embedding."""
 _LAYER: Final = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
+_INNER: Final = "v.blk.0.ffn_up.weight"
+_MLP_PART: Final = re.compile(r"(?<=\.ffn_)(?:up|down)(?=\.)")
 
 
 def read(
@@ -82,35 +83,45 @@ def read(
     """
     own = gguf_header.read(path)
     values = own.values
-    vision = {
+    vision: dict[str, Any] = {
         key.removeprefix(_VISION): value for key, value in values.items() if key.startswith(_VISION)
     }
     projector = values.get("clip.projector_type", vision.get("projector_type"))
     shapes = {entry.name: entry.shape for entry in own.tensors}
-    kind = _find_kind(projector, shapes)
+    kind = _find_kind(projector, shapes, header.values.get("general.architecture"))
     tokens = header.values.get("tokenizer.ggml.tokens", ())
     last = shapes.get(_LAST_PRODUCT)
     output_size = last[0] if last else vision.get("projection_dim")
     if (
         kind is None
         or values.get("general.architecture") != "clip"
-        or header.values.get("general.architecture") not in kind.texts
         or output_size != text.get("hidden_size")
-        or kind.image_token not in tokens
+        or not {kind.image_token, *kind.markers.values()} <= set(tokens)
     ):
         return None
     missing = next((name for name in _TOWER_KEYS if name not in vision), None)
     if missing is not None:
         raise ModelError(f"{path} has no {_VISION}{missing}")
+    shape = shapes.get(_INNER, ())
+    if len(shape) == 2 and vision["embedding_length"] in shape:
+        # Files of Qwen2-VL have another number in its place.
+        is_second = shape[0] == vision["embedding_length"]
+        vision["feed_forward_length"] = shape[1] if is_second else shape[0]
+    vision["projection_dim"] = output_size
     tower = {key: vision[name] for name, key in _TOWER_KEYS.items()}
     side = _whole(tower, "image_size") // _whole(tower, "patch_size")
+    for key in ("embedding_length", "feed_forward_length", "block_count"):
+        _whole(vision, key)
+    if vision["block_count"] > _MAX_LAYERS:
+        raise ModelError(f"{path} has more than {_MAX_LAYERS} layers")
     scale_key = next((key for key in _SCALE_KEYS if key in vision), _SCALE_KEYS[0])
-    scale = vision.get(scale_key, _SCALE)
+    scale = vision.get(scale_key, kind.merge)
     if type(scale) is not int or not 0 < scale <= side:
         raise ModelError(f"{path}: {_VISION}{scale_key} = {shown(repr(scale))}")
     settings = kind.settings(vision, side, scale)
     projector_settings = dict(settings.projector)
-    if _LAST_PRODUCT in shapes:
+    projector_settings |= {key: tokens.index(text) for key, text in kind.markers.items()}
+    if settings.tensor_name is None and _LAST_PRODUCT in shapes:
         projector_settings["multimodal_projector_bias"] = _LAST_BIAS in shapes
     images = dict(settings.images)
     for key in ("image_mean", "image_std"):
@@ -122,27 +133,32 @@ def read(
         {**tower, **settings.tower, "hidden_act": _activation(values)},
         projector_settings,
         text,
-        tuple(_renamed(own.tensors, tower, file)),
+        tuple(_renamed(own.tensors, tower, file, settings.tensor_name or _clip_name)),
         images,
         settings.processor,
     )
 
 
-def _find_kind(projector: Any, tensors: Collection[str]) -> VisionGguf | None:
-    """Return the kind of a file with this projector and tensors; None if it is not supported."""
+def _find_kind(projector: Any, tensors: Collection[str], text: Any) -> VisionGguf | None:
+    """Return the kind of a file with this projector and tensors; None if it is not supported.
+
+    text: architecture of the language model's file.
+    """
     kinds = (kind for family in VISION_FAMILIES.values() for kind in family.gguf)
     return next(
         (
             kind
             for kind in kinds
-            if kind.projector == projector and (kind.is_marked is None or kind.is_marked(tensors))
+            if kind.projector == projector
+            and text in kind.texts
+            and (kind.is_marked is None or kind.is_marked(tensors))
         ),
         None,
     )
 
 
-def _whole(tower: Mapping[str, Any], key: str) -> int:
-    value = tower[key]
+def _whole(keys: Mapping[str, Any], key: str) -> int:
+    value = keys[key]
     if type(value) is not int or value < 1:
         raise ModelError(f"{_VISION}{key} = {shown(repr(value))}: a whole number is needed")
     return value
@@ -156,25 +172,36 @@ def _activation(values: Mapping[str, Any]) -> str:
 
 
 def _renamed(
-    entries: Sequence[TensorEntry], tower: Mapping[str, Any], file: int
+    entries: Sequence[TensorEntry],
+    tower: Mapping[str, Any],
+    file: int,
+    tensor_name: Callable[[str], str | None],
 ) -> Iterator[TensorEntry]:
-    """Yield the tensors by their names in a prepared folder; others keep theirs behind TOWER."""
+    """Yield the tensors by their names in a prepared folder; others keep theirs behind TOWER.
+
+    tensor_name: as in GgufSettings.
+    """
     swapped = _are_swapped(entries, tower)
     for entry in entries:
         if entry.name in _IGNORED:
             continue
-        name = _NAMES.get(entry.name)
-        if match := _LAYER.fullmatch(entry.name):
-            layer, part, kind = match.groups()
-            if swapped and part in ("ffn_up", "ffn_down"):
-                part = "ffn_down" if part == "ffn_up" else "ffn_up"
-            part = _LAYER_NAMES.get(part, part)
-            name = f"{TOWER}encoder.layers.{layer}.{part}.{kind}"
-        yield msgspec.structs.replace(entry, name=name or TOWER + entry.name, file=file)
+        own = entry.name
+        if swapped:
+            own = _MLP_PART.sub(lambda part: "down" if part[0] == "up" else "up", own)
+        name = tensor_name(own) or TOWER + own
+        yield msgspec.structs.replace(entry, name=name, file=file)
+
+
+def _clip_name(name: str) -> str | None:
+    """Return the name that a tensor of a tower like CLIP's has in a prepared folder."""
+    if match := _LAYER.fullmatch(name):
+        layer, part, kind = match.groups()
+        return f"{TOWER}encoder.layers.{layer}.{_LAYER_NAMES.get(part, part)}.{kind}"
+    return _NAMES.get(name)
 
 
 def _are_swapped(entries: Sequence[TensorEntry], tower: Mapping[str, Any]) -> bool:
     """Return whether the first product of an MLP is called `ffn_down`, as in older files."""
     sizes = tower["hidden_size"], tower["intermediate_size"]
     shapes = {entry.name: entry.shape for entry in entries}
-    return sizes[0] != sizes[1] and shapes.get("v.blk.0.ffn_up.weight") == sizes
+    return sizes[0] != sizes[1] and shapes.get(_INNER) == sizes

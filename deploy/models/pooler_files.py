@@ -8,7 +8,6 @@
 A module or a value that changes the result and is not supported raises ModelError with its name.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -18,10 +17,10 @@ from typing import Any, Final
 import msgspec
 
 from deploy.models import safetensors_header
-from deploy.models.prepared_folder import first_architecture
+from deploy.models.prepared_folder import first_architecture, read_json
 from proto.errors import ModelError, shown
 from proto.messages.pooling import Activation, Pooler, PoolerLayer, PoolingType, scoring_by_logits
-from proto.messages.prepared_model import TensorEntry, TensorIndex, read_model_file
+from proto.messages.prepared_model import TensorEntry, TensorIndex
 from worker.models.families import FAMILIES
 
 _TYPES: Final[dict[str, PoolingType]] = {
@@ -185,7 +184,7 @@ class _Modules:
 
     def _config(self, path: str) -> tuple[Path, dict[str, Any]]:
         file = self.folder / path / "config.json"
-        value = _json(file)
+        value = read_json(file)
         if not isinstance(value, dict):
             raise ModelError(f"{file} is missing or no JSON object")
         return file, value
@@ -193,7 +192,7 @@ class _Modules:
 
 def read_pooler(folder: Path, config: Mapping[str, Any]) -> PoolerContents:
     """Return what a folder says about pooling; config: its config.json. Raises ModelError."""
-    longest = _json(folder / "sentence_bert_config.json")
+    longest = read_json(folder / "sentence_bert_config.json")
     max_tokens = longest.get("max_seq_length") if isinstance(longest, dict) else None
     if type(max_tokens) is not int or max_tokens <= 0:
         max_tokens = None
@@ -202,7 +201,7 @@ def read_pooler(folder: Path, config: Mapping[str, Any]) -> PoolerContents:
     if scores is not None:
         return PoolerContents(scores, max_tokens=max_tokens)
     is_encoder = _is_encoder(config)
-    listed = _json(folder / "modules.json")
+    listed = read_json(folder / "modules.json")
     if listed is None:
         if is_encoder:  # as sentence-transformers reads such a folder
             return PoolerContents(Pooler(types=("mean",), generates=False), max_tokens=max_tokens)
@@ -364,13 +363,3 @@ def activation_of(config: Mapping[str, Any], num_labels: int) -> Activation:
 def _is_plain(path: str) -> bool:
     """Return whether a path stays in the folder."""
     return not path.startswith("/") and ".." not in path.split("/")
-
-
-def _json(path: Path) -> Any:
-    """Return the content of a JSON file; None for no such file. Raises ModelError."""
-    try:
-        return json.loads(read_model_file(path))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}") from None

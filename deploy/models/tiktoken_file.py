@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.models.gguf_tokenizer import KIMI_K2_PIECES
+from deploy.models.gguf_tokenizer import KIMI_K2_PIECES, byte_level_bpe
 from deploy.models.prepared_folder import as_model_error
 from proto.byte_level import BYTE_LETTERS
 from proto.errors import ModelError, shown
@@ -107,18 +107,10 @@ def _special_tokens(
 def _tokenizer_json(
     path: Path, ranks: Mapping[bytes, int], special: list[tuple[str, bool]], pieces: str
 ) -> bytes:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken
 
     vocabulary = {_in_letters(token): rank for token, rank in ranks.items()}
-    # A piece that is itself a token is not merged
-    tokenizer = Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level_bpe(vocabulary, _merges(ranks), [pieces], is_whole=True)
     tokenizer.add_tokens(
         [AddedToken(content, normalized=False, special=hidden) for content, hidden in special]
     )

@@ -13,8 +13,8 @@ of three states:
     free        reference count 0, in the free queue, no hash
 
 A cached block is evicted when it is taken to be overwritten (`get_new_blocks`). A block is uncached
-when it loses its hash otherwise. Blocks in use are reclaimed from retained prefixes
-(`RetainedPrefixes.reclaim_blocks`).
+when it loses its hash otherwise. Retained prefixes keep their blocks in use; `get_new_blocks`
+cannot take these before `RetainedPrefixes.reclaim_blocks` has released them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -32,7 +32,7 @@ from engine_core.scheduler.features.base import (
     SchedulerObserver,
     Unblock,
 )
-from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
+from engine_core.scheduler.preemption import SwapRule, WaitingBlockHolders
 from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
@@ -138,8 +138,8 @@ class KVTransferManager(SchedulerFeature):
     """Asks the connector for KV of waiting requests, and keeps the transfers that are under way.
 
     connector: also used directly by the engine's loop. rewound_until_step: by seq_id, the last step
-    whose result is ignored for a request, because the step read KV that was never loaded, or
-    sampled without a mask; written here only.
+    whose result is ignored for a request, because the step read KV that was never loaded, sampled
+    without a mask, or computed an image without its output; written here only.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -149,7 +149,7 @@ class KVTransferManager(SchedulerFeature):
         connect: Connect,
         lifecycle: RequestLifecycle,
         kv_cache: KVCacheManager,
-        non_running_blocks: NonRunningBlocks,
+        waiting_block_holders: WaitingBlockHolders,
         policy: LoadFailurePolicy,
         observer: SchedulerObserver,
         swap_rule: SwapRule,
@@ -157,7 +157,7 @@ class KVTransferManager(SchedulerFeature):
     ) -> None:
         self._kv_cache = kv_cache
         self._waiting = lifecycle.waiting
-        self._non_running_blocks = non_running_blocks
+        self._waiting_block_holders = waiting_block_holders
         self._unblock = lifecycle.unblock
         self.fails_requests = policy == "fail"
         self._swap_rule = swap_rule
@@ -424,23 +424,13 @@ class KVTransferManager(SchedulerFeature):
         """
         return request.seq_id in self._without_kv
 
-    def discard_content(self, request: Request) -> None:
-        """Make all KV of a request unfindable, here and in the connector: it is not finite.
+    def discard_content(self, request: Request, num_valid: int = 0) -> None:
+        """Make wrong KV of a request, after its first tokens, unfindable; in the connector, all.
 
-        Also of a request that has ended, whose blocks may have been found and stored since.
+        Also of a request that has ended, whose blocks may have been found and stored since. Equal
+        content of other requests becomes unfindable, too.
         """
-        self._kv_cache.uncache_content(request)
-        self.connector.invalidate_request(request)
-
-    def discard_content_after(self, request: Request, num_valid: int) -> None:
-        """Make KV of a request after its first tokens unfindable, here, and all of it elsewhere.
-
-        Also of a request that has ended or was preempted: then equal content of others goes, too.
-        """
-        if request.status is RequestStatus.RUNNING:
-            self._kv_cache.uncache_after(request, num_valid)
-        else:
-            self._kv_cache.uncache_content(request, num_valid)
+        self._kv_cache.uncache_content(request, num_valid)
         self.connector.invalidate_request(request)
 
     def drop_loads(self) -> None:
@@ -562,7 +552,7 @@ class KVTransferManager(SchedulerFeature):
             kv_cache.confirm_loaded(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)
             self._loaded[seq_id] = request
-            self._non_running_blocks.add_pending(request)
+            self._waiting_block_holders.add_pending(request)
             self._unblock(request)
         else:
             self._abandon(request)
@@ -582,6 +572,11 @@ class KVTransferManager(SchedulerFeature):
         self._kv_cache.rewind(request, num_valid)
         self.rewind_request(request, num_valid, step)
 
+    def ignore_results(self, request: Request, step: int) -> None:
+        """Ignore the results of a request in all steps up to this one."""
+        request.num_output_placeholders = 0
+        self.rewound_until_step[request.seq_id] = step
+
     def rewind_request(self, request: Request, num_valid: int, step: int) -> None:
         """Have a request compute its tokens from `num_valid` on again.
 
@@ -589,12 +584,11 @@ class KVTransferManager(SchedulerFeature):
         """
         seq_id = request.seq_id
         request.num_computed_tokens = num_valid
-        request.num_output_placeholders = 0
         request.spec_token_ids.clear()
-        self.rewound_until_step[seq_id] = step
+        self.ignore_results(request, step)
         if request.status is RequestStatus.RUNNING:
             self._rewound[seq_id] = request
         if not num_valid:
             self._kv_cache.free(request)
-            self._non_running_blocks.forget_request(request)
+            self._waiting_block_holders.forget_request(request)
             self._loaded.pop(seq_id, None)

@@ -111,7 +111,7 @@ class StepPlanner:
         self._rules = rules_of(config, kv_cache, self._running, preemption.watermarks)
         self._awaiting_mask = awaiting_mask
         self._preemption = preemption
-        self._non_running_blocks = preemption.non_running_blocks
+        self._waiting_block_holders = preemption.waiting_block_holders
         self._fairness = fairness
         self._throttle = throttle
         self._speculation = speculation
@@ -206,10 +206,7 @@ class StepPlanner:
                 return "results"
             if self._fairness.waits_for_deferred(head):
                 return "tenants"
-            num_missing = head.num_tokens - head.num_computed_tokens
-            if plan.lacks_tokens or not self._first_chunk(num_missing, plan):
-                return "chunks"
-            return "blocks"
+            return "chunks" if plan.lacks_tokens else "blocks"
         if (
             plan.num_prefilling
             and chunks.longest_chunk < chunks.token_budget
@@ -471,7 +468,7 @@ class StepPlanner:
         return (
             refusal.request is request
             and bool(self._running)
-            and not self._non_running_blocks.any_idle
+            and not self._waiting_block_holders.any_idle
             and not self._fairness.may_preempt_for(request)
             and kv_cache.num_available_blocks <= refusal.num_free
             and self._first_chunk(refusal.num_missing, plan) >= refusal.num_new
@@ -544,6 +541,7 @@ class StepPlanner:
         num_missing = request.num_tokens - num_computed
         num_new = self._chunks.first_chunk(num_missing, min(plan.budget, prompt_budget))
         if num_new == 0:
+            plan.lacks_tokens = True
             return False
         encoder_inputs = self._encoder_inputs
         if encoder_inputs is not None and num_computed < request.mm_end:
@@ -594,18 +592,18 @@ class StepPlanner:
         blocks: otherwise each might wait for the others' blocks. If even that is not enough, the
         request computes everything, which may need fewer blocks at a time.
         """
-        kv_transfer, non_running_blocks = self._kv_transfer, self._non_running_blocks
+        kv_transfer, waiting_block_holders = self._kv_transfer, self._waiting_block_holders
         others = bool(self._running) or kv_transfer.is_loading
         while not (
             kv_transfer.has_room_to_load(candidate)
             and (not others or self._rules_admit(candidate, 0))
             and self._allocate_blocks(candidate, 0)
         ):
-            if non_running_blocks.free_idle():
+            if waiting_block_holders.free_idle():
                 continue
             if others:
                 return False
-            if not non_running_blocks.free_pending(candidate.request):
+            if not waiting_block_holders.free_pending(candidate.request):
                 candidate.drop_external()
                 return self._admit(candidate, plan)
         _note_lookup(candidate, plan)
@@ -614,14 +612,14 @@ class StepPlanner:
 
     def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
         """Allocate blocks, if the rules admit the request and enough are free or reclaimable."""
-        non_running_blocks = self._non_running_blocks
+        waiting_block_holders = self._waiting_block_holders
         while not (
             (not self._running or self._rules_admit(candidate, num_new))
             and self._allocate_blocks(candidate, num_new)
         ):
-            if non_running_blocks.free_idle():
+            if waiting_block_holders.free_idle():
                 continue
-            if self._running or not non_running_blocks.free_pending(request):
+            if self._running or not waiting_block_holders.free_pending(request):
                 return False
         return True
 

@@ -1,7 +1,7 @@
 """Preemption: which running request loses its KV cache blocks, and how it returns.
 
 PreemptionOrder     the order in which running requests are preempted
-NonRunningBlocks    blocks of requests that do not run, which are freed before a running one's
+WaitingBlockHolders requests that hold blocks and do not run, which lose them before running ones
 Preemption          frees the blocks and puts the request back into the queue
 SwapRule            whether the KV of a preempted request is loaded or recomputed
 """
@@ -89,7 +89,7 @@ def index_of(running: Sequence[Request], request: Request) -> int:
     return index
 
 
-class NonRunningBlocks:
+class WaitingBlockHolders:
     """Requests that hold blocks and do not run: sessions between turns, forks, and loaded ones.
 
         idle      waits for input: its blocks are freed for any request that needs some; the one
@@ -156,7 +156,7 @@ class NonRunningBlocks:
 class Preemption:
     """Frees blocks of idle requests, then of one running request at a time: `preempt_one`.
 
-    watermarks: None without any. The planner reads the watermarks and `non_running_blocks`, too.
+    watermarks: None without any. The planner reads the watermarks and `waiting_block_holders`, too.
     Nothing is copied: the tokens of a preempted request stay in the Request. What the prefix cache
     does not hold any more is recomputed, or loaded by a connector (`SwapRule`).
     """
@@ -167,7 +167,7 @@ class Preemption:
         preemption_order: PreemptionOrder,
         kv_cache: KVCacheManager,
         watermarks: KVWatermarks | None,
-        non_running_blocks: NonRunningBlocks,
+        waiting_block_holders: WaitingBlockHolders,
         encoder_inputs: EncoderInputs | None,
     ) -> None:
         self._encoder_inputs = encoder_inputs
@@ -177,14 +177,14 @@ class Preemption:
         self._running = lifecycle.running
         self._kv_cache = kv_cache
         self.watermarks = watermarks
-        self.non_running_blocks = non_running_blocks
+        self.waiting_block_holders = waiting_block_holders
 
     def preempt_above_watermark(self, plan: StepPlan) -> None:
         """Preempt while the pool is above its watermark, except the last running request."""
         if self.watermarks is None:
             return
         while self.watermarks.too_high() and (
-            len(self._running) > 1 or self.non_running_blocks.any_idle
+            len(self._running) > 1 or self.waiting_block_holders.any_idle
         ):
             self.preempt_one(plan, 0)
 
@@ -199,9 +199,9 @@ class Preemption:
         that only this step would have filled become unfindable.
         """
         num_running = len(self._running)
-        if self.non_running_blocks.free_idle():
+        if self.waiting_block_holders.free_idle():
             return num_running
-        if num_running == 1 and self.non_running_blocks.free_pending(self._running[0]):
+        if num_running == 1 and self.waiting_block_holders.free_pending(self._running[0]):
             return num_running
         victim = self._preemption_order.next_victim()
         assert victim is not None, "nothing runs"
@@ -224,7 +224,7 @@ class Preemption:
 
     def preempt_all(self, now: float) -> list[Request]:
         """Free all blocks, between two steps; return the requests that ran, the last one first."""
-        self.non_running_blocks.free_all()
+        self.waiting_block_holders.free_all()
         preempted = self._running[::-1]
         self._running.clear()
         for victim in preempted:

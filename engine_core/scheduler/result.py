@@ -435,7 +435,7 @@ class ResultPass:
                     self._without_image.add(request.seq_id)
                 # KV that it found when it began is that of others, who discard it if it is wrong.
                 found = 0 if request.num_preemptions else request.num_cached_tokens
-                self._kv_transfer.discard_content_after(request, max(first, found))
+                self._kv_transfer.discard_content(request, max(first, found))
                 self._agent_sessions.drop_corrupt_prefix(request)
             if not is_unfinished:
                 continue
@@ -443,8 +443,14 @@ class ResultPass:
                 request.num_computed_tokens = min(request.num_computed_tokens, first)
                 message = f"image {failed.index + 1} of the prompt could not be encoded"
                 self.fail_request(request, ErrorInfo("internal", message), outputs)
-            elif request.num_computed_tokens > first:
+                continue
+            # A preempted request may have a row in flight that has computed the image.
+            is_preempted = request.num_preemptions > 0
+            is_running = request.status is RequestStatus.RUNNING
+            if request.num_computed_tokens > first or (is_preempted and is_running):
                 self._kv_transfer.rewind_request(request, 0, last_step)
+            elif is_preempted:
+                self._kv_transfer.ignore_results(request, last_step)
 
     def _discard_kv(self, request: Request) -> None:
         self._kv_transfer.discard_content(request)

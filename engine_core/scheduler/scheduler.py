@@ -46,10 +46,10 @@ from engine_core.scheduler.limits import (
 from engine_core.scheduler.output import ForcedTokens, OutputBuilder
 from engine_core.scheduler.planner import StepPlanner
 from engine_core.scheduler.preemption import (
-    NonRunningBlocks,
     Preemption,
     PreemptionOrder,
     SwapRule,
+    WaitingBlockHolders,
 )
 from engine_core.scheduler.queues.policies import FairSchedulingPolicy
 from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle
@@ -147,14 +147,14 @@ class Scheduler:
             )
 
         # Which request loses its blocks when they run out
-        non_running_blocks = NonRunningBlocks(kv_cache)
+        waiting_block_holders = WaitingBlockHolders(kv_cache)
         preemption_order = PreemptionOrder(policy)
         self._preemption = Preemption(
             lifecycle,
             preemption_order,
             kv_cache,
             make_kv_watermarks(config, kv_cache),
-            non_running_blocks,
+            waiting_block_holders,
             self._encoder_inputs,
         )
         self._swap_rule = SwapRule(config.preemption)
@@ -187,7 +187,7 @@ class Scheduler:
             lifecycle,
             self.next_seq_id,
             kv_cache,
-            non_running_blocks,
+            waiting_block_holders,
             max_model_len=max_model_len,
             timeout=config.session_timeout,
             clock=clock,
@@ -229,7 +229,7 @@ class Scheduler:
             connect,
             lifecycle,
             kv_cache,
-            non_running_blocks,
+            waiting_block_holders,
             load_failure_policy,
             observer,
             self._swap_rule,
@@ -269,7 +269,7 @@ class Scheduler:
             *([] if grammars is None else [GrammarGate(grammars)]),
             beams,
             *([] if self.adapters is None else [self.adapters]),
-            SiblingForks(kv_cache, lifecycle.choices, non_running_blocks, unblock),
+            SiblingForks(kv_cache, lifecycle.choices, waiting_block_holders, unblock),
             PrefixWait(
                 kv_cache,
                 self._chunks.longest_chunk,

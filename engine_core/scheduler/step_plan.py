@@ -56,7 +56,8 @@ class StepPlan:
         after this step; their tables have room for them. min_draft_acceptance_prob: where it ends.
     preempted: running requests that lost their blocks in this step.
     lacks_blocks: a running request that may preempt no other one is not planned for lack of blocks.
-    lacks_tokens: the next request needs more tokens than are left, for an image that cannot be cut.
+    lacks_tokens: the next request needs more tokens than are left, for a prompt or an image that
+        cannot be cut.
     lookups: of requests that the step does not admit.
     encoder_slices, free_mm_hashes: what the workers encode of images, and what they forget.
     num_prefilling, num_prompt_tokens: planned requests that do not decode, and their tokens.

@@ -79,11 +79,21 @@ def load_class(target: str, field: str) -> Any:
     return found
 
 
-def find_class(known: Mapping[str, str], name: str, field: str) -> Any:
-    """Return the class that `known` maps a name to, as "module:class".
+def medium_part(
+    name: str,
+    module: str | None,
+    known: Mapping[str, str],
+    half: Literal["manager", "handlers"],
+    field: str,
+) -> Any:
+    """Return the function that makes one half of a medium for offloaded KV.
 
-    field: the setting that has the name, for errors. Raises ConfigError for an unknown name.
+    known: built-in functions as "module:function", by name. A medium from outside is two functions
+    of `module`, NAME_manager and NAME_handlers. field: the setting that has the name. Raises
+    ConfigError if there is none.
     """
+    if module:
+        return load_class(f"{module}:{name}_{half}", field)
     if name not in known:
         raise ConfigError(
             f"{field}: {name} is not registered; there are {', '.join(sorted(known))}", field

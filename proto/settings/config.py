@@ -84,6 +84,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     is not in the Hugging Face cache (ORG/NAME:Q4_K_M: one of its GGUF files)."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hugging Face hub; by default its default branch."""
+    mmproj: str | None = None
+    """File of a GGUF model's vision part; by default the one with mmproj in its name that is beside
+    the model or in its repository on the hub."""
+    mmproj_auto: bool = True
+    """Find the file of a GGUF model's vision part, and download it with a model of the hub."""
     hf_token: str | None = None
     """Token for the Hugging Face hub, for gated and private models; better in HF_TOKEN."""
     model_families: tuple[str, ...] = ()
@@ -122,6 +127,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Take prompts as embeddings, too: prompt_embeds of completions, as safetensors."""
     enable_return_routed_experts: bool = False
     """Keep the experts that computed each token of an MoE model, for return_routed_experts."""
+
+    @property
+    def mmproj_file(self) -> str | None:
+        """The file of the vision part, "" for none; None for the one that belongs to the model."""
+        return self.mmproj or (None if self.mmproj_auto else "")
 
     def served_names(self, model_name: str) -> tuple[str, ...]:
         """Return the names in the API of a model that is called `model_name`."""

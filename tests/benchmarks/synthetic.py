@@ -28,6 +28,7 @@ from deploy.models import gguf_header
 from deploy.models.lock_file import exclusive
 from deploy.models.prepared_folder import check_space
 from deploy.models.store import prepared_model
+from proto.messages.prepared_model import TENSOR_TYPES
 
 TOKENIZER_OF: Final = "smollm2-135m-instruct"
 """The packaged model whose tokenizer synthetic models have."""
@@ -379,7 +380,7 @@ def _unused(token: int) -> str:
 
 
 _ALIGNMENT: Final = 32
-_TYPE_NUMBERS: Final = {name: number for number, (name, _, _) in gguf_header.TENSOR_TYPES.items()}
+_TYPE_NUMBERS: Final = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
 
 
 def _write_gguf(target: Path, shape: Shape, types: Sequence[str], source: str) -> None:
@@ -442,7 +443,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _num_bytes(kind: str, shape: Sequence[int]) -> int:
-    _, numbers, num_bytes = gguf_header.TENSOR_TYPES[_TYPE_NUMBERS[kind]]
+    _, numbers, num_bytes = TENSOR_TYPES[_TYPE_NUMBERS[kind]]
     return prod(shape) // numbers * num_bytes
 
 
@@ -474,7 +475,7 @@ def _write_weight(file: BinaryIO, kind: str, weight: Weight, seed: int) -> None:
         drawn = np.random.default_rng(seed).standard_normal(shape, np.float32)
         file.write((drawn * np.float32(deviation)).tobytes())
         return
-    _, numbers, num_bytes = gguf_header.TENSOR_TYPES[_TYPE_NUMBERS[kind]]
+    _, numbers, num_bytes = TENSOR_TYPES[_TYPE_NUMBERS[kind]]
     left = prod(shape) // numbers
     while left:
         count = min(left, _CHUNK_BLOCKS * 32 // numbers)

@@ -105,7 +105,9 @@ def test_what_the_group_may_write_to(
     """If the cache folder belongs to a group, so does what a model's preparation creates."""
 
     def run(source: store.ModelSource, target: str, final: str, *_: object) -> None:
-        prepare.prepare(source.name, source.path, source.kind, target, final, lambda what: None)
+        prepare.prepare(
+            source.name, source.path, source.kind, source.mmproj, target, final, lambda what: None
+        )
 
     monkeypatch.setattr(store, "_run_preparation", run)
     write_folder(tmp_path / "model")

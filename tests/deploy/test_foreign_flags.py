@@ -7,7 +7,9 @@ from deploy.foreign_flags import MEANT, MISSING, NO_EFFECT, SAME
 from proto.settings.config import ServeConfig
 from tests.deploy.test_flags import built, refusal
 
-KNOWN = {name for flag in flags.all_flags() for name in (flag.name, flag.negation)}
+KNOWN = {flag.name for flag in flags.all_flags()} | {
+    flag.negation for flag in flags.all_flags() if flag.kind == "bool"
+}
 """tokend's own flags."""
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from deploy.models import gguf_header, safetensors_header
 from proto.errors import ModelError
+from proto.messages.prepared_model import TENSOR_TYPES
 from tests.fakes.gguf_headers import (
     ARRAY,
     STRING,
@@ -122,7 +123,7 @@ def test_tensor_types_equal_those_of_the_gguf_package() -> None:
     from gguf import GGML_QUANT_SIZES
 
     for kind, sizes in GGML_QUANT_SIZES.items():
-        assert gguf_header.TENSOR_TYPES[int(kind)] == (kind.name, *sizes)
+        assert TENSOR_TYPES[int(kind)] == (kind.name, *sizes)
 
 
 def test_every_type_of_value(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from deploy.environment import HostEnvironment
-from deploy.models import gguf_header, hub, hub_download, safetensors_header, store
+from deploy.models import gguf_header, hub, hub_download, inventory, safetensors_header, store
 from deploy.models.hub import HubName, parse_name, select_files
 from proto.errors import ModelError
 from tests.fakes.hub_server import COMMIT, HubServer, Repository
@@ -84,7 +84,25 @@ QUANTISED = [
     ],
 )
 def test_one_gguf_model_with_all_its_parts_is_needed(file: str, expected: list[str]) -> None:
-    assert select_files(QUANTISED, HubName("org/name", file)) == expected
+    name = HubName("org/name", file)
+    assert select_files(QUANTISED, name) == [*expected, "mmproj-F16.gguf"]
+    assert select_files(QUANTISED, name, with_mmproj=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        (["mmproj-F32.gguf", "mmproj-BF16.gguf", "mmproj-Q8_0.gguf"], "mmproj-BF16.gguf"),
+        (["mmproj-F32.gguf", "mmproj-Q8_0.gguf", "mmproj.json"], "mmproj-Q8_0.gguf"),
+        (["mmproj-F16.gguf", "Q8_0/x.mmproj-F32.gguf"], "Q8_0/x.mmproj-F32.gguf"),
+        (["BF16/mmproj-F16.gguf"], None),
+    ],
+)
+def test_which_vision_part_is_needed(beside: list[str], expected: str | None) -> None:
+    """That of its folder comes before one above; others belong to other models."""
+    model = "Q8_0/x-Q8_0.gguf"
+    needed = [model] if expected is None else [model, expected]
+    assert select_files([model, *beside], HubName("org/name")) == needed
 
 
 @pytest.mark.parametrize(
@@ -326,6 +344,32 @@ def test_one_gguf_of_a_repository(server: HubServer, variables: dict[str, str]) 
     assert "one of Q4_K_M, Q8_0" in refusal(variables, "org/name:Q2_K")
 
 
+MMPROJ = b"mmproj" * 99
+
+
+def test_a_vision_part_comes_with_a_gguf(server: HubServer, variables: dict[str, str]) -> None:
+    """Also beside a model that was downloaded before there was one, but not if there is no hub."""
+    model, others = "Q8_0/x-Q8_0.gguf", {"mmproj-F32.gguf": b"f32", "x-Q4_K_M.gguf": b"q4"}
+    files = {model: WEIGHTS, "mmproj-F16.gguf": MMPROJ, **others}
+    server.repositories["org/name"] = Repository(files)
+    environment = HostEnvironment.of(variables)
+    folder = fetch(variables, "org/name:Q8_0", with_mmproj=False)
+    assert contents(folder) == {model: WEIGHTS}
+    without = store.locate("org/name:Q8_0", environment, Recorder(), mmproj="")
+    assert (without.mmproj, len(without.stamp)) == ("", 1)
+    offline = {**variables, "HF_ENDPOINT": "http://127.0.0.1:1"}
+    assert fetch(offline, "org/name:Q8_0") == folder
+    assert fetch(variables, "org/name:Q8_0") == folder
+    assert contents(folder) == {model: WEIGHTS, "mmproj-F16.gguf": MMPROJ}
+    num_requests = len(server.requests)
+    source = store.locate("org/name:Q8_0", environment, Recorder())
+    assert Path(source.mmproj).read_bytes() == MMPROJ
+    assert (len(source.stamp), len(server.requests)) == (2, num_requests)
+    assert source.key != without.key
+    assert inventory.remove("org/name:Q8_0", environment) == len(WEIGHTS) + len(MMPROJ)
+    assert hub.files_below(str(folder)) == set()
+
+
 @pytest.fixture
 def large(server: HubServer) -> bytes:
     """Weights of more than two chunks of the library, in one file."""
@@ -349,7 +393,7 @@ def test_a_killed_download_is_continued_by_the_next(
     server: HubServer, variables: dict[str, str], large: bytes
 ) -> None:
     server.break_connections(large, times=1, after=11 << 20)
-    arguments = ["org/name", "", "model", "", str(blobs(variables).parents[1]), "all"]
+    arguments = ["org/name", "", "model", "", str(blobs(variables).parents[1]), "all", "mmproj"]
     program = [sys.executable, "-P", "-m", "deploy.models.hub_download", *arguments]
 
     def partials() -> list[Path]:

@@ -95,8 +95,8 @@ def test_models_are_listed(environment: HostEnvironment) -> None:
     (begun / ("0" * 64 + ".tokend.incomplete")).write_bytes(b"part")
     assert listed(environment) == {
         PACKAGED.name: (PACKAGED.num_bytes, "GGUF Q4_1"),
-        "org/many-GGUF:Q4_K_M": (100, "GGUF Q4_K_M"),
-        "org/many-GGUF:Q8_0": (500, "GGUF Q8_0"),
+        "org/many-GGUF:Q4_K_M": (150, "GGUF Q4_K_M"),
+        "org/many-GGUF:Q8_0": (550, "GGUF Q8_0"),
         "org/one-GGUF": (1, "GGUF Q5_0"),
         "org/folder": (11, "safetensors"),
         "org/begun": (4, "incomplete"),
@@ -154,6 +154,15 @@ def test_one_gguf_model_is_removed_with_what_was_prepared(environment: HostEnvir
     assert (snapshot / "x-Q4_K_M.gguf").read_bytes() == GGUFS["x-Q4_K_M.gguf"]
     with pytest.raises(ModelError, match="no model that matches :Q8_0"):
         inventory.remove(f"{name}:Q8_0", environment)
+
+
+def test_a_vision_part_is_removed_with_the_last_model(environment: HostEnvironment) -> None:
+    name = "org/many-GGUF"
+    write(environment, name, COMMITS[0], GGUFS)
+    assert inventory.remove(f"{name}:Q4_K_M", environment) == 100
+    assert listed(environment) == {name: (550, "GGUF Q8_0")}
+    assert inventory.remove(f"{name}:Q8_0", environment) == 550
+    assert listed(environment) == {}
 
 
 def test_a_repository_is_removed(environment: HostEnvironment) -> None:

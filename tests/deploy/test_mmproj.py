@@ -233,7 +233,8 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         ((), None),
         (("mmproj-F32.gguf",), "mmproj-F32.gguf"),
         (("mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"), "mmproj-F16.gguf"),
-        (("mmproj-tiny-Q8_0.gguf", "tiny.mmproj-f32.gguf"), "tiny.mmproj-f32.gguf"),
+        (("mmproj-tiny-Q8_0.gguf", "tiny.mmproj-f32.gguf"), "mmproj-tiny-Q8_0.gguf"),
+        (("mmproj-x-f32.gguf", "mmproj-x-bf16.gguf", "mmproj-x-q8_0.gguf"), "mmproj-x-bf16.gguf"),
         (("mmproj.json",), None),
     ],
 )

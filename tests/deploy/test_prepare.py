@@ -33,7 +33,9 @@ def silent(what: str) -> None:
 
 
 def prepare_silently(source: store.ModelSource, target: str, final: str, *_: object) -> None:
-    preparing_process.prepare(source.name, source.path, source.kind, target, final, silent)
+    preparing_process.prepare(
+        source.name, source.path, source.kind, source.mmproj, target, final, silent
+    )
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
-"""Make the pictures of the page in docs/: `page_pictures.py FOLDER`.
+"""Make the pictures of the page in docs/: `page_pictures.py FOLDER [NAME]`.
 
-In light and dark: a chat, a completion, the live view of an overloaded small pool, and a chat with
-mathematics on a phone. All answers are the packaged model's.
+In light and dark: a chat, a completion, the live view of an overloaded small pool, a chat with
+mathematics on a phone, and one with an image; NAME is one of them. All answers are the packaged
+model's but for the last: it reads no images, so the script writes list of models and answer.
 """
 
+import io
 import random
 import sys
 import threading
@@ -12,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image, ImageDraw
 from playwright.sync_api import sync_playwright
 
 from tests.e2e.daemon import Daemon
-from tests.e2e.visitor import CHROMIUM, PHONE
+from tests.e2e.visitor import CHROMIUM, PHONE, script_answers
 
 FLAGS = ("--num-gpu-blocks-override", "1300", "--max-num-seqs", "16")
 NUM_CLIENTS = 20
@@ -77,15 +80,59 @@ def phone(page: Any) -> None:
     page.wait_for_timeout(1000)
 
 
+def harbour() -> bytes:
+    """Return a drawing of a boat at sunset as a PNG."""
+    image = Image.new("RGB", (640, 420), "#f6c177")
+    draw = ImageDraw.Draw(image)
+    draw.ellipse((420, 110, 520, 210), fill="#eb6f4d")
+    draw.rectangle((0, 260, 640, 420), fill="#2a6f97")
+    draw.polygon(((150, 270), (400, 270), (360, 330), (190, 330)), fill="#6b3e26")
+    draw.polygon(((270, 80), (270, 255), (390, 255)), fill="#fffaf3")
+    draw.polygon(((258, 110), (258, 255), (180, 255)), fill="#f2e9de")
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG")
+    return encoded.getvalue()
+
+
+def image(page: Any) -> None:
+    card = {
+        "id": "a-model-that-reads-images",
+        "max_model_len": 8192,
+        "supported_tasks": ["generate", "chat"],
+        "default_sampling_params": {},
+        "input_modalities": ["text", "image"],
+    }
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [card]}))
+    count = {"count": 288, "max_model_len": 8192, "tokens": []}
+    page.route("**/tokenize", lambda route: route.fulfill(json=count))
+    page.reload()
+    page.wait_for_selector(f"#model >> text={card['id']}")
+    script_answers(page)
+    file = {"name": "harbour.png", "mimeType": "image/png", "buffer": harbour()}
+    page.set_input_files("#attach-file", file)
+    page.wait_for_selector(".thumb")
+    page.fill("#message", "What is in the picture?")
+    page.press("#message", "Enter")
+    page.wait_for_function("chats.length > 0")
+    answer = "A sailing boat with two white sails on blue water, and a low sun behind it."
+    page.evaluate("(answer) => { chats.at(-1).add(answer); chats.at(-1).end(); }", answer)
+    page.wait_for_selector("#busy", state="hidden")
+    page.set_input_files("#attach-file", file)
+    page.wait_for_selector(".thumb")
+    page.fill("#message", "And in which direction does it sail?")
+    page.wait_for_timeout(500)
+
+
 def live(page: Any) -> None:
     page.wait_for_timeout(WATCHED_MS)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, only: str = "") -> None:
     scenes: dict[str, Callable[[Any], None]] = {
         "chat": chat,
         "completion": completion,
         "phone": phone,
+        "image": image,
     }
     with Daemon(*FLAGS) as daemon, sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -94,13 +141,17 @@ def main(folder: Path) -> None:
             size = PHONE if name == "phone" else SIZE
             for scheme in ("light", "dark"):
                 page = browser.new_page(color_scheme=scheme, **size)
-                page.goto(f"{daemon.url}/#{name}")
+                page.goto(f"{daemon.url}/#{'chat' if name == 'image' else name}")
                 scene(page)
                 page.screenshot(path=folder / f"page-{name}-{scheme}.png", full_page=name == "live")
                 page.close()
 
         for name, scene in scenes.items():
-            take(name, scene)
+            if only in ("", name):
+                take(name, scene)
+        if only not in ("", "live"):
+            browser.close()
+            return
         ended = threading.Event()
         clients = [
             threading.Thread(target=load, args=(daemon.url, ended, seed))
@@ -116,4 +167,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -245,11 +245,10 @@ def test_a_cut_answer_is_continued_where_it_ended(visit: Visit, guarded: Daemon)
     page.wait_for_selector(".ending >> text=cut at Max tokens")
     first = page.evaluate("document.querySelector('.turn .tokens').textContent")
     act(page, 1, "Continue")
-    page.wait_for_selector("#busy")
+    page.wait_for_selector(".turn .summary >> text=continuation 3 tokens")
     visitor.wait_done()
     assert bodies[1]["continue_final_message"] is True
     assert bodies[1]["messages"][-1] == {"role": "assistant", "content": first}
-    assert "continuation 3 tokens" in page.inner_text(".turn .summary")
     both = page.evaluate("document.querySelector('.turn .tokens').textContent")
     assert len(both) > len(first)
     assert both.startswith(first)
@@ -492,11 +491,15 @@ def test_two_tabs_change_the_same_conversation(visit: Visit) -> None:
     answer(second, "two")
     first.wait_for_selector(".markdown >> text=two")
     assert shown(first) == shown(second)
+    second.hover("#conversations li")
+    row = second.query_selector("#conversations li")
     send(first, "of the first tab")
     assert sent(first) == [*shown(second)[:4], ("user", "of the first tab")]
     answer(first, "three")
     second.wait_for_selector(".markdown >> text=three")
-    second.hover("#conversations li")
+    second.wait_for_timeout(500)  # longer than the list waits before it shows a change
+    assert row is not None
+    assert row.evaluate("row => row.isConnected"), "a click would be lost"
     second.click("#conversations >> text=Delete")
     second.click("#sure-dialog [value=yes]")
     first.wait_for_selector("text=This conversation was deleted in another tab.")

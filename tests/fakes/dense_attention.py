@@ -33,8 +33,8 @@ class DenseAttention(AttentionWithStates):
     def __init__(self, spec: ModelSpec) -> None:
         self.attention = self
         self._num_tokens = 0
-        if spec.state_shape is not None:
-            self.states = StateCache(spec.state_shape, 2, _ONE_BLOCK)
+        if (shape := spec.state_shape()) is not None:
+            self.states = StateCache(shape, 2, _ONE_BLOCK)
         self._scale = spec.attention_shape.scale
         self._soft_cap = spec.attention_shape.soft_cap
         self._windows = spec.windows

@@ -311,7 +311,7 @@ class EngineHarness:
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert self.kv_cache.usage == 0
-        assert len(self.scheduler.resumable_sessions.non_running_blocks) == 0
+        assert len(self.scheduler.resumable_sessions.waiting_block_holders) == 0
         assert check(self.kv_cache) == []
         assert self.runner.rows == {}
         if (encoder_inputs := self.scheduler._encoder_inputs) is not None:

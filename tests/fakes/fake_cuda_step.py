@@ -41,7 +41,7 @@ from proto.messages.scheduler_output import (
 )
 from proto.settings.config import DeviceConfig
 from tests.fakes.devices import GPU
-from tests.fakes.gpu_families import FAMILIES, VOCAB_SIZE
+from tests.fakes.gpu_families import GPU_CONFIGS, VOCAB_SIZE
 from tests.fakes.nested import nested_tensors
 from tests.fakes.prepared_models import build_decoder, shapes_of
 from tests.fakes.triton import KERNELS
@@ -412,7 +412,7 @@ def build_runner(
     has_draft_model: the model drafts for itself. has_adapters: 1, 2 and 3 are loaded, two of which
     fit in a step. settings: of DeviceConfig.
     """
-    spec = spec_from_config(FAMILIES[family])
+    spec = spec_from_config(GPU_CONFIGS[family])
     adapters = FakeAdapters(watch, spec, dtype) if has_adapters else None
     decoder = make_decoder(spec, dtype, adapters and adapters.targets)
     layout, geometry = layer_cache(spec, kv_dtype or dtype, MAX_LOGGED)
@@ -603,7 +603,7 @@ def steps(num_groups: int) -> Iterator[SchedulerOutput]:
 def seen_operators() -> list[dict[str, Any]]:
     """Return one call of each operator and its dtypes in the steps of all families, in order."""
     with watched() as watch:
-        for family in FAMILIES:
+        for family in GPU_CONFIGS:
             run_steps(watch, family)
         short: dict[str, Any] = {"num_steps": 2, "enforce_eager": True}
         run_steps(watch, "llama", torch.float16, **short)

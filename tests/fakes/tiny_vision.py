@@ -418,6 +418,11 @@ def write_mmproj(model: Path, path: Path, tensors: Sequence[str] = (), **changes
     writer.close()
 
 
+def chat_template(placeholder: str) -> str:
+    """Return a template that takes parts. placeholder: what it writes for an image."""
+    return _TEMPLATE.replace("PLACEHOLDER", placeholder)
+
+
 def vision_tokenizer(placeholder: str = IMAGE) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer over VOCABULARY with a template that takes image parts."""
     vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
@@ -429,7 +434,7 @@ def vision_tokenizer(placeholder: str = IMAGE) -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="<|end|>",
         pad_token="<pad>",
-        chat_template=_TEMPLATE.replace("PLACEHOLDER", placeholder),
+        chat_template=chat_template(placeholder),
         extra_special_tokens={
             "image_token": IMAGE,
             "boi_token": GEMMA_PLACEHOLDER,

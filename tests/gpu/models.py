@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tests.fakes.devices import REFERENCE
-from tests.fakes.gpu_families import FAMILIES
+from tests.fakes.gpu_families import GPU_CONFIGS
 from tests.fakes.prepared_models import build_decoder, shapes_of
 from tests.gpu.formulas import decode_floor, prefill_operations
 from tests.gpu.hardware import Hardware, hardware, rehearsing
@@ -314,7 +314,7 @@ def families(report: Report) -> None:
     A prompt in one go, then tokens by graphs. Positions are compared by themselves: a mixture may
     choose another expert for a token where two scores are nearly equal.
     """
-    for name, config in FAMILIES.items():
+    for name, config in GPU_CONFIGS.items():
         with report.part(name):
             errors = _family_errors(spec_from_config(config))
             median = float(errors.median())

@@ -57,12 +57,7 @@ def models() -> dict[str, Model]:
     return {}
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(each, marks=() if each in _OF_EACH_KIND else IN_REHEARSAL)
-        for each in STATE_SIZES
-    ]
-)
+@pytest.fixture(params=_OF_EACH_KIND)
 def model(
     request: pytest.FixtureRequest,
     models: dict[str, Model],
@@ -85,6 +80,14 @@ def on_host(model: Model, num_blocks: int = 81, num_rows: int = NUM_ROWS) -> Har
     return harness_of(runner, model, num_blocks, num_rows=num_rows)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(each, marks=() if each in _OF_EACH_KIND else IN_REHEARSAL)
+        for each in STATE_SIZES
+    ],
+    indirect=True,
+)
 @pytest.mark.parametrize(
     ("num_blocks", "eager"), [(81, False), (15, False), (81, True)], ids=["", "preempted", "eager"]
 )

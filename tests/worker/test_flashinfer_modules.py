@@ -16,7 +16,7 @@ from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_flashinfer_modules import FakeModules, attention_module, latent_module
 from tests.fakes.fake_paged_wrapper import ContractError
-from tests.fakes.gpu_families import FAMILIES
+from tests.fakes.gpu_families import GPU_CONFIGS
 from tests.fakes.simulated_gpu import device_of
 from worker import loaded_model
 from worker.cuda import device as cuda_device
@@ -52,7 +52,7 @@ def spec_of(**changed: Any) -> ModelSpec:
     return spec_from_config(config | changed)
 
 
-LATENT = spec_from_config(FAMILIES["deepseek3"])
+LATENT = spec_from_config(GPU_CONFIGS["deepseek3"])
 
 
 def load(

@@ -1,6 +1,6 @@
 """Models that read images, through the steps of a runner, against transformers in float32."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +11,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from deploy.models import hf_folder, prepared_folder
+from deploy.models import gguf_file, hf_folder, prepared_folder
+from deploy.models.prepared_folder import ModelContents
 from engine_core.request import Request
 from proto import PROTOCOL_VERSION
 from proto.messages.engine_io import FinishReason
@@ -40,8 +41,10 @@ from tests.fakes.tiny_vision import (
     save_vision_model,
 )
 from tests.fakes.vision import blocks_of, generate, going_on, new_request, step_of, whole
+from tests.fakes.vision_ggufs import write_grid_mmproj, write_language_model
 from worker.host.device import HostDevice
 from worker.loaded_model import LoadedModel, load
+from worker.models.registry import read_config
 from worker.parallel.group import RankGroup
 from worker.plan.memory_plan import plan_memory
 from worker.runner_builder import RunnerBuilder
@@ -230,12 +233,14 @@ class Case:
         return steps
 
 
-def prepare(folder: Path, target: Path) -> PreparedModel:
+def prepare(
+    source: Path, target: Path, read: Callable[..., ModelContents] = hf_folder.read
+) -> PreparedModel:
     target.mkdir()
     return prepared_folder.write(
-        hf_folder.read(str(folder), lambda what: None),
+        read(str(source), lambda what: None),
         name="tiny",
-        source=str(folder),
+        source=str(source),
         target=str(target),
         final=str(target),
     )
@@ -256,6 +261,23 @@ def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
             steps = case.in_chunks(loaded, size)
             found = generate(case.runner(loaded), steps, len(case.prompt), NUM_OUTPUTS)
             assert found == expected, (device.name, size)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_a_gguf_pair_gives_the_tokens_of_its_folder(name: str, tmp_path: Path) -> None:
+    """In float32; windows of Qwen2.5-VL are those of the files, and larger than the images."""
+    changes = {"vision_config": {"window_size": 112}} if name == "qwen2_5_vl" else {}
+    case = Case(name, tmp_path, **changes)
+    pair = tmp_path / "gguf"
+    pair.mkdir()
+    write_language_model(name, case.model, read_config(case.prepared), pair / "tiny.gguf")
+    write_grid_mmproj(tmp_path / "model", pair / "mmproj-F32.gguf")
+    case.prepared = prepare(pair / "tiny.gguf", tmp_path / "prepared pair", gguf_file.read)
+    assert case.prepared.vision is not None
+    loaded = case.load()
+    steps = case.in_chunks(loaded, 11)
+    found = generate(case.runner(loaded), steps, len(case.prompt), NUM_OUTPUTS)
+    assert found == case.expected()
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)

@@ -20,7 +20,7 @@ where its keys end; they begin where they do for other queries, a window before 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,13 @@ import torch
 
 Rotation = torch.Tensor
 """Cosines and sines of each token, float32 [T, 2, head_dim / 2], contiguous."""
+
+
+def start_offsets(counts: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
+    """Return where each of packed ranges of these lengths begins, and the end: int32 [S + 1]."""
+    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
 
 
 @dataclass(frozen=True, slots=True)

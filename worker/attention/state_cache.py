@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.attention.backend import AttentionBackend, AttentionInputs, Rotation
+from worker.attention.backend import AttentionBackend, AttentionInputs, Rotation, start_offsets
 from worker.attention.kv_cache import StateShape, Zeros, lazy_zeros
 
 STATE_DTYPE: Final = torch.float32
@@ -94,8 +94,7 @@ def plan_states(
     num_drafts = 0 if inputs.num_drafts is None else inputs.num_drafts
     bases = np.minimum(reached, (ends - num_drafts)[owners])
     first_tokens = start[owners] - computed[owners]
-    write_start = np.zeros(len(start), dtype=np.int32)
-    np.cumsum(np.add.reduceat(is_kept.astype(np.int32), begin), out=write_start[1:])
+    write_start = start_offsets(np.add.reduceat(is_kept.astype(np.int32), begin))
     return StatePlan(
         start,
         token_start,

@@ -19,7 +19,7 @@ from proto.messages.multimodal import MultiModalFeature
 from proto.messages.prepared_model import VisionFacts
 from proto.messages.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from proto.messages.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
-from worker.attention.backend import AttentionInputs, QuerySplit
+from worker.attention.backend import AttentionInputs, QuerySplit, start_offsets
 from worker.batch.step_inputs import (
     ImageRows,
     SampledPositions,
@@ -551,8 +551,7 @@ def build_inputs(
         [request.num_scheduled_tokens for request in new] + cached.num_scheduled_tokens,
         dtype=np.int32,
     )[order]
-    query_start = np.zeros(len(step_rows) + 1, dtype=np.int32)
-    np.cumsum(num_scheduled, out=query_start[1:])
+    query_start = start_offsets(num_scheduled)
     seq_lens = num_computed + num_scheduled
 
     positions = np.arange(query_start[-1], dtype=np.int64)
@@ -716,8 +715,7 @@ def dummy_inputs(
     counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int32)
     counts[: num_tokens % num_seqs] += 1
     assert 0 < counts.min() <= counts.max() <= table.ids.shape[2] * table.block_size
-    query_start = np.zeros(num_seqs + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start[1:])
+    query_start = start_offsets(counts)
     positions = np.arange(num_tokens) - np.repeat(query_start[:-1], counts)
     blocks = np.zeros((num_seqs, -(-int(counts.max()) // table.block_size)), dtype=np.int32)
     attention = AttentionInputs(query_start, counts, blocks, positions % table.block_size)
@@ -754,10 +752,7 @@ def _split_queries(
     counts = np.diff(query_start)
     is_split = num_sampled > 1
     assert (num_sampled[is_split] == counts[is_split]).all(), "a draft follows one token"
-    sizes = np.repeat(np.where(is_split, 1, counts), np.where(is_split, counts, 1))
-    starts = np.zeros(len(sizes) + 1, dtype=np.int32)
-    sizes.cumsum(out=starts[1:])
-    return starts
+    return start_offsets(np.repeat(np.where(is_split, 1, counts), np.where(is_split, counts, 1)))
 
 
 def attention_inputs(

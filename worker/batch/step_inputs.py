@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from proto.messages.scheduler_output import SchedulerOutput
-from worker.attention.backend import AttentionInputs
+from worker.attention.backend import AttentionInputs, start_offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +203,7 @@ def sample_last_tokens(
 
     num_sampled: int32 [S], how many of the last tokens of each sequence are sampled.
     """
-    sample_start = np.zeros(len(query_start), dtype=np.int32)
-    num_sampled.cumsum(out=sample_start[1:])
+    sample_start = start_offsets(num_sampled)
     # Sampled position j of a sequence that ends at token e and at sample f is token e - f + j.
     shift = (query_start[1:] - sample_start[1:]).repeat(num_sampled)
     return sample_start, shift + np.arange(sample_start[-1], dtype=np.int64)

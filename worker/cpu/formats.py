@@ -117,6 +117,7 @@ def part_in_blocks(index: TensorIndex) -> float:
 class OwnFormat:
     """What formats have in common whose products are kernels of ours."""
 
+    memory: Counter[str]
     dense_names: list[str]
     kernel_weights: list[KernelWeight]
 
@@ -132,6 +133,18 @@ class OwnFormat:
 
     def read_product(self, source: WeightSource, product: Product) -> BuildLinear:
         raise NotImplementedError
+
+    def count_product(
+        self,
+        form: str,
+        weights: Sequence[KernelWeight],
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """Return the product of weights that lie one below the other; count their memory."""
+        self.memory[form] += sum(weight.nbytes for weight in weights)
+        self.kernel_weights += weights
+        return KernelLinear(weights, bias, out_dtype)
 
     def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
         """Read the products of every expert in the format of other products."""
@@ -157,14 +170,15 @@ class Bf16Format(OwnFormat, DenseFormat):
     def read_product(self, source: WeightSource, product: Product) -> BuildLinear:
         weight = self._read(source, *product.weights)
         bias = read_bias(source, product)
-        return lambda: self._build_linear(weight, bias)
+        return lambda: self.count_product(self.name, [weight], bias)
 
     def read_ends(self, source: WeightSource, *, tied: bool) -> BuildEnds:
         head = self._read(source, head_name(tied=tied))
-        if tied:
-            return lambda: (head.embedding_table(self.dtype), self._build_linear(head, None))
-        table = read_table(source, self.memory)
-        return lambda: (table, self._build_linear(head, None))
+        table = None if tied else read_table(source, self.memory)
+        return lambda: (
+            table or head.embedding_table(self.dtype),
+            self.count_product(self.name, [head], None),
+        )
 
     def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
         shape = Bf16Shape(*source.joined_shape(*product.weights))
@@ -175,7 +189,8 @@ class Bf16Format(OwnFormat, DenseFormat):
         return size if tied else size + table_bytes(source)
 
     def build(self, device: LayerDevice, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return self._build_linear(Bf16Weight.from_dense(self._kernels, weight), bias)
+        laid_out = Bf16Weight.from_dense(self._kernels, weight)
+        return self.count_product(self.name, [laid_out], bias)
 
     def _read(self, source: WeightSource, *names: str) -> Bf16Weight:
         """Lay out weights one below the other, from the mapped file itself if it has bfloat16."""
@@ -183,11 +198,6 @@ class Bf16Format(OwnFormat, DenseFormat):
         for name in names:
             first = weight.put_rows(first, *source.read_rows(name, self.dtype))
         return weight
-
-    def _build_linear(self, weight: KernelWeight, bias: torch.Tensor | None) -> Linear:
-        self.memory[self.name] += weight.nbytes
-        self.kernel_weights.append(weight)
-        return KernelLinear([weight], bias)
 
 
 class PackedFormat(OwnFormat):
@@ -212,21 +222,25 @@ class PackedFormat(OwnFormat):
         if not weights:
             return self.read_dense(source, product)
         bias = read_bias(source, product)
-        return lambda: self.build(weights, bias)
+        return lambda: self.count_product(self.name, weights, bias)
 
     def read_dense(self, source: WeightSource, product: Product) -> BuildLinear:
         """Read a product whose weights cannot be in blocks."""
         return self._dense.read_product(source, product)
 
     def read_ends(self, source: WeightSource, *, tied: bool) -> BuildEnds:
-        """Read embedding and head; a tied weight exists once and is unpacked row by row on use."""
+        """Read embedding and head; a tied weight exists once and is unpacked row by row on use.
+
+        Logits are always float32.
+        """
         head = self.read_packed(source, [head_name(tied=tied)])
         if not head:
             return self._dense.read_ends(source, tied=tied)
-        if not tied:
-            table = read_table(source, self.memory)
-            return lambda: (table, self.build_head(head))
-        return lambda: (head[0].embedding_table(self._dtype), self.build_head(head))
+        table = None if tied else read_table(source, self.memory)
+        return lambda: (
+            table or head[0].embedding_table(self._dtype),
+            self.count_product(self.name, head, None, out_dtype=torch.float32),
+        )
 
     def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
         if num_bytes := self.packed_bytes(source, product.weights):
@@ -267,19 +281,6 @@ class PackedFormat(OwnFormat):
         if not weights:
             self.dense_names.extend(f"{name} ({source.type_of(name)})" for name in names)
         return weights
-
-    def build(self, weights: list[KernelWeight], bias: torch.Tensor | None) -> Linear:
-        """Return the product of weights that lie one below the other."""
-        self.memory[self.name] += sum(weight.nbytes for weight in weights)
-        self.kernel_weights += weights
-        return KernelLinear(weights, bias)
-
-    def build_head(self, weights: list[KernelWeight]) -> Linear:
-        """Return the product that computes logits, always in float32."""
-        (weight,) = weights
-        self.memory[self.name] += weight.nbytes
-        self.kernel_weights.append(weight)
-        return KernelLinear([weight], None, torch.float32)
 
     def _pack(self, source: WeightSource, names: Sequence[str]) -> list[KernelWeight]:
         if not all(_is_packable(source, name) for name in names):
@@ -363,13 +364,7 @@ class RotatedFormat(OwnFormat):
             return self._dense.read_product(source, product)
         weight = RotatedWeight.from_dense(self._kernels, source.read(*names, dtype=torch.float32))
         bias = read_bias(source, product)
-
-        def build() -> Linear:
-            self.memory[self.name] += weight.nbytes
-            self.kernel_weights.append(weight)
-            return KernelLinear([weight], bias)
-
-        return build
+        return lambda: self.count_product(self.name, [weight], bias)
 
     def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
         rows, columns = source.joined_shape(*product.weights)
@@ -403,9 +398,8 @@ class MixedFormat(OwnFormat):
         rotated = RotatedWeight.from_dense(self._kernels, _numbers_of(weights, torch.float32))
 
         def build() -> Linear:
-            self.memory["int8"] += rotated.nbytes
-            self.kernel_weights.append(rotated)
-            few, many = self._blocks.build(weights, bias), KernelLinear([rotated], bias)
+            many = self.count_product("int8", [rotated], bias)
+            few = self.count_product(self._blocks.name, weights, bias)
             return MixedLinear(few, many, ROTATED_FROM)
 
         return build

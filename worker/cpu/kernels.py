@@ -133,9 +133,7 @@ class Kernels:
     pack_blocks = _Function(None, POINTER(PackedShape), c_int64, c_int64, c_void_p, c_void_p)
     pack_dense = _Function(None, POINTER(PackedShape), c_int64, c_int64, c_void_p)
     unpack_rows = _Function(c_int64, POINTER(PackedShape), c_int64, c_void_p, c_int64, c_void_p)
-    quantise_rows = _Function(None, POINTER(Product), c_int64, c_void_p)
     packed_product = _Function(None, POINTER(PackedShape), POINTER(Product))
-    quantised_product = _Function(None, POINTER(PackedShape), POINTER(Product), c_void_p)
 
     # csrc/products/rotated/rotated.h
     rotated_bytes = _Function(c_int64, POINTER(RotatedShape))

@@ -2,42 +2,24 @@
 
 from typing import Final
 
-from proto.messages.prepared_model import FP8
+from proto.messages.prepared_model import FP8, TENSOR_TYPES
 
-BLOCK_TYPES: Final = {
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-    "MXFP4": (32, 17),
-    "Q2_K": (256, 84),
-    "Q3_K": (256, 110),
-    "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136),
+_OWN: Final = {
     "INT4_32": (32, 20),
     "INT4_128": (128, 68),
     "INT8_32": (32, 36),
     "INT8_128": (128, 132),
     "NF4": (32, 18),
-    "IQ1_S": (256, 50),
-    "IQ1_M": (256, 56),
-    "IQ2_XXS": (256, 66),
-    "IQ2_XS": (256, 74),
-    "IQ2_S": (256, 82),
-    "IQ3_XXS": (256, 98),
-    "IQ3_S": (256, 110),
-    "TQ1_0": (256, 54),
-    "TQ2_0": (256, 66),
-    "NVFP4": (64, 36),
 }
+_IN_ORDER: Final = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q2_K", "Q3_K"),
+    *("IQ4_NL", "IQ4_XS", *_OWN, "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"),
+    *("IQ3_S", "TQ1_0", "TQ2_0", "NVFP4"),
+)
+"""The list in csrc/products/packed/packed.h."""
+_OF_GGUF: Final = {name: (numbers, size) for name, numbers, size in TENSOR_TYPES.values()}
+BLOCK_TYPES: Final = {name: (_OF_GGUF | _OWN)[name] for name in _IN_ORDER}
 """Numbers and bytes of a block of each type that kernels multiply with as it is: of GGUF files, and
-what worker.loader.quantised makes of the weights of other checkpoints.
-
-The order is that of the list in csrc/products/packed/packed.h.
-"""
+what worker.loader.quantised makes of the weights of other checkpoints."""
 BLOCK_COLUMNS: Final = {name: columns for name, (columns, _) in BLOCK_TYPES.items()} | {FP8: 32}
 """Columns that kernels read together, of each type that they multiply with as it is stored."""

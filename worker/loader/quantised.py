@@ -41,15 +41,6 @@ _AWQ_POSITIONS: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Column of eight → the position of its 4 bits in their word, counted in fours."""
 NF4_FACTOR: Final = 112.03
 """Factor from the numbers of NF4 to the whole numbers of packed_format.h."""
-NF4_NUMBERS: Final = torch.tensor(
-    (
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    )
-)
-"""The 16 numbers of NF4 by code (QLoRA, Dettmers et al., 2023, appendix E)."""
 _MXFP4_BYTES: Final = 16
 _NAN: Final = 0x7F
 """The code of NaN in E4M3, without its sign."""

@@ -1,6 +1,7 @@
 """Reads the vision part of a prepared model: its settings, its memory, its weights."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -8,7 +9,7 @@ from typing import Final
 import torch
 
 from proto.errors import ModelError
-from proto.messages.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm, NormWeight
 from worker.loader.files import TensorFiles, entries_by_name, read_vision_index
@@ -19,11 +20,13 @@ from worker.models.vision import vision_spec
 from worker.models.vision.encoder import VisionEncoder, VisionWeights, tower_attention, unit_rows
 from worker.models.vision.grid_spec import GridSpec
 from worker.models.vision.grids import GridEncoder
-from worker.models.vision.spec import VisionSpec
+from worker.models.vision.spec import PART_MARK, VisionSpec
 from worker.models.vision.tile_spec import TileSpec
 from worker.models.vision.tiles import TileEncoder
 
 IMAGES_FILE: Final = "preprocessor_config.json"
+_FRAME: Final = 2
+"""Dimension of frames in the product of a patch."""
 
 
 def read_vision_spec(prepared: PreparedModel) -> VisionSpec:
@@ -100,6 +103,30 @@ def _head_rows(spec: VisionSpec) -> HeadRows | None:
     return HeadRows(tower.head_dim, tower.head_dim, spec.tower.rope.interleaved_in)
 
 
+def _parts_by_name(index: TensorIndex) -> dict[str, list[TensorEntry]]:
+    """Return the entry of each tensor, or those of its parts in order."""
+    found: dict[str, list[TensorEntry]] = {}
+    for name, entry in sorted(entries_by_name(index).items()):
+        found.setdefault(name.partition(PART_MARK)[0], []).append(entry)
+    return found
+
+
+def _stored_shape(parts: Sequence[TensorEntry], rank: int) -> tuple[int, ...]:
+    """Return the shape of a tensor of this rank, joined of its parts; the first part's if they do
+    not fit each other.
+
+    Parts of the same rank have rows of it, others its numbers at a place of _FRAME.
+    """
+    first = parts[0].shape
+    if len(parts) == 1:
+        return first
+    if len(first) == rank and all(each.shape[1:] == first[1:] for each in parts):
+        return (sum(each.shape[0] for each in parts), *first[1:])
+    if len(first) == rank - 1 and all(each.shape == first for each in parts):
+        return (*first[:_FRAME], len(parts), *first[_FRAME:])
+    return first
+
+
 class _FileWeights(VisionWeights):
     """Reads the tensors of a vision part and builds layers of them."""
 
@@ -107,21 +134,22 @@ class _FileWeights(VisionWeights):
         self, prepared: PreparedModel, spec: VisionSpec, dtype: torch.dtype, device: LayerDevice
     ) -> None:
         index = read_vision_index(prepared)
-        self._files, self._entries = TensorFiles(index), entries_by_name(index)
+        self._files, self._parts = TensorFiles(index), _parts_by_name(index)
         self._format = index.format
         self._shapes, self._head_rows = spec.weights(), _head_rows(spec)
         self.dtype, self.device = dtype, device
         for name, shape in self._shapes.items():
-            entry = self._entries.get(name)
-            if entry is None:
+            parts = self._parts.get(name)
+            if parts is None:
                 raise ModelError(f"tensor {name} of shape {list(shape)} is missing")
-            if entry.shape != shape:
+            stored = _stored_shape(parts, len(shape))
+            if stored != shape:
                 raise ModelError(
-                    f"tensor {name} has shape {list(entry.shape)}, "
+                    f"tensor {name} has shape {list(stored)}, "
                     f"the configuration asks for {list(shape)}"
                 )
         unknown = [
-            name for name in self._entries if name not in self._shapes and not spec.is_unused(name)
+            name for name in self._parts if name not in self._shapes and not spec.is_unused(name)
         ]
         if unknown:
             raise ModelError(
@@ -131,8 +159,10 @@ class _FileWeights(VisionWeights):
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read a copy of a tensor onto the device. dtype: None for that of the weights."""
-        stored = self._files.read(self._entries[name])
-        return stored.to(self.device.torch_device, dtype or self.dtype, copy=True)
+        parts = [self._files.read(each) for each in self._parts[name]]
+        rank = len(self._shapes[name])
+        whole = torch.cat(parts) if parts[0].dim() == rank else torch.stack(parts, dim=_FRAME)
+        return whole.to(self.device.torch_device, dtype or self.dtype, copy=True)
 
     def linear(self, *names: str) -> Linear:
         weights = [self._rows(f"{name}.weight") for name in names]

@@ -17,7 +17,7 @@ from worker.layers.router import RouterSpec
 from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
 from worker.models.latent_attention import LatentAttentionSpec
-from worker.models.layout import FULL, layer_kinds, layer_windows, num_layers_of
+from worker.models.layout import num_layers_of, windows_of_all_layers
 from worker.models.mlp import MlpSpec
 from worker.models.moe import MoeNames, MoeSpec
 from worker.models.parts import PartSpec
@@ -92,14 +92,7 @@ def llama_attention(
         raise config.refusal(
             "num_key_value_heads", num_kv_heads, f"must divide num_attention_heads = {num_heads}"
         )
-    if head_dim % 2:
-        raise config.refusal("head_dim", head_dim, "the rotary embedding needs an even number")
-    if head_dim * max_position > _MAX_ROTATIONS:
-        raise config.refusal(
-            "max_position_embeddings",
-            max_position,
-            f"at most {_MAX_ROTATIONS // head_dim} is supported with heads of {head_dim}",
-        )
+    _check_rotations(config, "head_dim", head_dim, max_position)
     return AttentionSpec(
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -111,6 +104,15 @@ def llama_attention(
         qkv_bias=bias,
         output_bias=bias,
     )
+
+
+def _check_rotations(config: ConfigReader, key: str, size: int, max_position: int) -> None:
+    """Raise ModelError for a part of a head that cannot rotate. key: of its size."""
+    if size % 2:
+        raise config.refusal(key, size, "the rotary embedding needs an even number")
+    if size * max_position > _MAX_ROTATIONS:
+        reason = f"at most {_MAX_ROTATIONS // size} is supported with {key} = {size}"
+        raise config.refusal("max_position_embeddings", max_position, reason)
 
 
 def bidirectional_attention(config: ConfigReader, rope: Rope) -> AttentionSpec:
@@ -146,8 +148,7 @@ def attention_layers(
     that of `attention`.
     """
     if windows is None:
-        kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
-        windows = layer_windows(config, kinds, None)
+        windows = windows_of_all_layers(config, None)
     ropes = ropes or [attention.rope] * len(windows)
     num_pairs = attention.rotary_dim // 2
     for rope in ropes:
@@ -216,14 +217,7 @@ def latent_decoder(
     )
     config.must_be("head_dim", rotary_dim, rotary_dim + nope_dim)
     config.must_be("qk_head_dim", rotary_dim + nope_dim)
-    if rotary_dim % 2:
-        reason = "the rotary embedding needs an even number"
-        raise config.refusal("qk_rope_head_dim", rotary_dim, reason)
-    if rotary_dim * max_position > _MAX_ROTATIONS:
-        reason = (
-            f"at most {_MAX_ROTATIONS // rotary_dim} is supported with {rotary_dim} that rotate"
-        )
-        raise config.refusal("max_position_embeddings", max_position, reason)
+    _check_rotations(config, "qk_rope_head_dim", rotary_dim, max_position)
     mixer = LatentAttentionSpec(
         hidden_size=hidden_size,
         num_heads=num_heads,

@@ -76,6 +76,19 @@ class Mamba2Keys:
     chunk_size: str = "mamba_chunk_size"
 
 
+MAMBA_SSM_KEYS: Final = Mamba2Keys(
+    heads="num_heads",
+    head_size="head_dim",
+    groups="n_groups",
+    state_size="state_size",
+    taps="conv_kernel",
+    bias="use_bias",
+    conv_bias="use_conv_bias",
+    chunk_size="chunk_size",
+)
+"""The names of the package mamba_ssm."""
+
+
 def mamba2_mixer(
     config: ConfigReader,
     keys: Mamba2Keys,

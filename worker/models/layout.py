@@ -15,7 +15,7 @@ LINEAR: Final = "linear_attention"
 CONV: Final = "conv"
 """Kinds of layers, as configurations call them."""
 MAX_LAYERS: Final = 4096
-_DEFAULT_MAX_WINDOW_LAYERS: Final = 28
+DEFAULT_MAX_WINDOW_LAYERS: Final = 28
 
 NormNames = tuple[str, str]
 """Names of a layer's norm in a Hugging Face folder and in a GGUF file."""
@@ -95,6 +95,20 @@ def layer_kinds(
     return tuple(kinds)
 
 
+def window_kinds(
+    config: ConfigReader, window: int | None, has_window: Callable[[int], bool]
+) -> tuple[str, ...]:
+    """Return which layers are FULL and which WINDOWED; without a window all are FULL.
+
+    has_window: the family's own pattern, for a configuration without `layer_types`.
+    """
+    if window is None:
+        return layer_kinds(config, (FULL,), lambda layer: FULL)
+    return layer_kinds(
+        config, (FULL, WINDOWED), lambda layer: WINDOWED if has_window(layer) else FULL
+    )
+
+
 def layer_windows(
     config: ConfigReader, kinds: tuple[str, ...], window: int | None
 ) -> tuple[int | None, ...]:
@@ -123,10 +137,8 @@ def windows_of_upper_layers(config: ConfigReader) -> tuple[int | None, ...]:
     With `use_sliding_window`, layers from `max_window_layers` on have a window.
     """
     window = window_from_config(config)
-    used = config.flag("use_sliding_window", False) and window is not None
-    first = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)
-    supported = (FULL, WINDOWED) if used else (FULL,)
-    kinds = layer_kinds(
-        config, supported, lambda layer: WINDOWED if used and layer >= first else FULL
-    )
+    if not config.flag("use_sliding_window", False):
+        window = None
+    first = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, least=0)
+    kinds = window_kinds(config, window, lambda layer: layer >= first)
     return layer_windows(config, kinds, window)

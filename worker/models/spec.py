@@ -134,13 +134,8 @@ class ModelSpec:
         """The mixers that keep a state, bottom to top."""
         return tuple(mixer for mixer in self._mixers(self.num_layers) if mixer.state_floats)
 
-    @property
-    def state_shape(self) -> StateShape | None:
-        """The state of a sequence without a log; None for a model whose layers keep none."""
-        return self.state_shape_with_log(0)
-
-    def state_shape_with_log(self, max_logged: int) -> StateShape | None:
-        """Return the state of a sequence with a log of `max_logged` tokens, as `state_shape`."""
+    def state_shape(self, max_logged: int = 0) -> StateShape | None:
+        """Return the state of a sequence with a log of `max_logged` tokens; None without states."""
         sizes = tuple(
             mixer.state_floats + max_logged * mixer.logged_floats for mixer in self.state_layers
         )

@@ -534,7 +534,7 @@ def layer_cache(
     """
     heads = spec.attention_shape
     layout = scratch_layout(spec.windows) if heads.bidirectional else kv_layout(spec.windows)
-    layout = replace(layout, states=spec.state_shape_with_log(max_logged))
+    layout = replace(layout, states=spec.state_shape(max_logged))
     num_parts = 1 if heads.latent_dim else 2
     return layout, kv_cache_geometry(
         layout, heads.num_kv_heads, heads.head_dim, kv_dtype, num_parts
@@ -551,7 +551,7 @@ def _state_bytes(setup: ModelSetup) -> int:
     """Return the bytes of a slot for the states of a sequence, on the ranks of a setup."""
     max_logged = max_logged_tokens(setup.config)
     shards = shard_model(setup.spec, setup.num_ranks)
-    shapes = [shard.spec.state_shape_with_log(max_logged) for shard in shards]
+    shapes = [shard.spec.state_shape(max_logged) for shard in shards]
     return sum(shape.slot_bytes for rank in setup.ranks if (shape := shapes[rank]) is not None)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.attention.backend import AttentionBackend, AttentionInputs, QuerySplit
+from worker.attention.backend import AttentionBackend, AttentionInputs, QuerySplit, start_offsets
 from worker.attention.kv_cache import KVCache
 from worker.batch.input_batch import InputBatch, attention_inputs, dummy_inputs
 from worker.batch.transfers import Transfers
@@ -129,8 +129,7 @@ class DraftModel(Drafter):
         counts = np.array([draft.num_scheduled for draft in drafts])
         first = np.array([draft.num_computed for draft in drafts])
         rows = np.array([draft.open_draft.row for draft in drafts]).repeat(counts)
-        query_start = np.zeros(len(drafts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
+        query_start = start_offsets(counts)
         positions = np.arange(query_start[-1], dtype=np.int64)
         positions += np.repeat(first - query_start[:-1], counts)
         token_ids = self._batch.token_ids[rows, positions].astype(np.int64)

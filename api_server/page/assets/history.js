@@ -44,7 +44,13 @@ export class History {
   async show() {
     const found = await this.store.list(this.search.value);
     const focused = document.activeElement?.closest?.("#conversations li")?.dataset.id;
-    this.list.replaceChildren(...found.map((each) => this.#item(each)));
+    const items = new Map([...this.list.children].map((item) => [item.dataset.id, item]));
+    found.forEach((conversation, place) => {
+      const item = items.get(conversation.id) ?? this.#item(conversation.id);
+      this.#fill(item, conversation);
+      if (this.list.children[place] !== item) this.list.insertBefore(item, this.list.children[place] ?? null);
+    });
+    while (this.list.children.length > found.length) this.list.lastChild.remove();
     if (focused) this.list.querySelector(`[data-id="${CSS.escape(focused)}"] a`)?.focus();
     const isSearch = this.search.value.trim() !== "";
     byId("history-empty").hidden = found.length > 0;
@@ -64,19 +70,25 @@ export class History {
     }
   }
 
-  #item(conversation) {
-    const { id, updated } = conversation;
-    const title = titleOf(conversation);
-    const isToday = new Date(updated).toDateString() === new Date().toDateString();
-    const time = make("time", {}, (isToday ? TIME : DAY).format(updated));
-    const link = make("a", { href: `#chat/${id}`, title }, make("span", { class: "title" }, title), time);
+  /** Makes the row of a conversation. It stays while the list changes, so that a click on it is not lost. */
+  #item(id) {
+    const link = make("a", { href: `#chat/${id}` }, make("span", { class: "title" }), make("time"));
     link.addEventListener("click", () => this.#closeDrawer());
-    const buttons = [button("Rename", () => this.#rename(conversation)), button("Delete", () => this.#remove(conversation))];
-    for (const each of buttons) each.ariaLabel = `${each.textContent} ${title}`;
-    return make("li", { data: { id } }, link, ...buttons);
+    return make("li", { data: { id } }, link, button("Rename", () => this.#rename(id)), button("Delete", () => this.#remove(id)));
   }
 
-  async #rename({ id }) {
+  /** Writes into a row what may have changed. */
+  #fill(item, conversation) {
+    const title = titleOf(conversation);
+    const isToday = new Date(conversation.updated).toDateString() === new Date().toDateString();
+    const [link, ...buttons] = item.children;
+    link.title = title;
+    link.firstChild.textContent = title;
+    link.lastChild.textContent = (isToday ? TIME : DAY).format(conversation.updated);
+    for (const each of buttons) each.ariaLabel = `${each.textContent} ${title}`;
+  }
+
+  async #rename(id) {
     const kept = await this.store.conversation(id);
     const title = await askForText("Name of the conversation", titleOf(kept));
     if (title === null) return;
@@ -90,10 +102,11 @@ export class History {
     this.show();
   }
 
-  async #remove(conversation) {
-    if (!(await askWhether(`Delete “${titleOf(conversation)}”? It cannot be restored.`, "Delete"))) return;
-    this.#leave(conversation.id);
-    await this.store.remove(conversation.id);
+  async #remove(id) {
+    const title = titleOf(await this.store.conversation(id));
+    if (!(await askWhether(`Delete “${title}”? It cannot be restored.`, "Delete"))) return;
+    this.#leave(id);
+    await this.store.remove(id);
     announce("Deleted.");
     this.show();
   }

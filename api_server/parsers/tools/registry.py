@@ -44,28 +44,18 @@ _MISTRAL: Final = JsonCallFormat(
     openings=("[TOOL_CALLS]",),
     header=(NAME, ("[CALL_ID]", CALL_ID), ("[ARGS]",)),
 )
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_V31: Final = JsonCallFormat(
     name="deepseek_v31",
-    layout=CallLayout(
-        begin="<｜tool▁calls▁begin｜>",
-        call_begin="<｜tool▁call▁begin｜>",
-        name_end="<｜tool▁sep｜>",
-        call_end="<｜tool▁call▁end｜>",
-        end="<｜tool▁calls▁end｜>",
-    ),
-    markers=(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
-    template_markers=(("<｜tool▁calls▁begin｜>",),),
-    openings=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    closings=("<｜tool▁calls▁end｜>",),
-    call_closings=("```", "<｜tool▁call▁end｜>"),
-    call_opening="<｜tool▁call▁begin｜>",
-    header=(("function<｜tool▁sep｜>",), NAME, ("<｜tool▁sep｜>",), ("```json",)),
+    layout=CallLayout(_CALLS, _CALL, _SEPARATOR, _CALL_END, end=_CALLS_END),
+    markers=(_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END),
+    template_markers=((_CALLS,),),
+    openings=(_CALLS, _CALL),
+    closings=(_CALLS_END,),
+    call_closings=("```", _CALL_END),
+    call_opening=_CALL,
+    header=((f"function{_SEPARATOR}",), NAME, (_SEPARATOR,), ("```json",)),
 )
 
 _FORMATS: Final[tuple[ToolCallFormat, ...]] = (
@@ -98,12 +88,12 @@ _FORMATS: Final[tuple[ToolCallFormat, ...]] = (
         name="deepseek_v3",
         layout=replace(
             _DEEPSEEK_V31.layout,
-            call_begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            call_begin=f"{_CALL}function{_SEPARATOR}",
             name_end="\n```json\n",
-            call_end="\n```<｜tool▁call▁end｜>",
+            call_end=f"\n```{_CALL_END}",
             between="\n",
         ),
-        template_markers=(("<｜tool▁calls▁begin｜>", "```json"),),
+        template_markers=((_CALLS, "```json"),),
     ),
     _DEEPSEEK_V31,
     JsonCallFormat(

@@ -8,14 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from api_server.protocol.chat import (
     MAX_MESSAGES,
     MAX_PARTS,
     REASONING_SWITCHES,
     ChatCompletionRequest,
-    check_message_count,
 )
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
 from api_server.protocol.common import REQUEST_NUMBERS, StopStringList, Text
@@ -25,6 +24,7 @@ from api_server.protocol.fields import (
     IgnoredFields,
     Strict,
     given_fields,
+    most_elements,
     parse,
 )
 from api_server.protocol.images import image_paths
@@ -70,7 +70,7 @@ class CountTokensRequest(Strict):
     messages: Annotated[
         list[Json],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
-        BeforeValidator(check_message_count),
+        most_elements(MAX_MESSAGES, "messages"),
     ]
     """The conversation: up to 4096 messages of user, assistant and system, with blocks of text,
     image (for a model that reads images, also in a tool_result), tool_use, tool_result and

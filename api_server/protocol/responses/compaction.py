@@ -40,16 +40,8 @@ _SUMMARY_REQUEST: Final = (
     "summary."
 )
 _REQUEST_FIELDS: Final = (
-    *(
-        "agent_hint",
-        "session_id",
-        "request_id",
-        "cache_salt",
-        "priority",
-        "skip_reading_prefix_cache",
-        "data_parallel_rank",
-    ),
-    *("timeout_ms", "queue_timeout_ms", "seed"),
+    *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed"),
+    *("skip_reading_prefix_cache", "timeout_ms", "queue_timeout_ms", "data_parallel_rank"),
 )
 """Fields that mean the same as in a response."""
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from api_server.protocol.chat import REASONING_SWITCHES, ChatCompletionRequest
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
@@ -22,6 +22,7 @@ from api_server.protocol.fields import (
     NestedFields,
     Strict,
     given_fields,
+    most_elements,
     most_members,
     parse,
 )
@@ -101,13 +102,6 @@ class ResponseStreamOptions(NestedFields):
     where, neutral = "stream_options.", STREAM_OPTIONS_NEUTRAL
 
 
-def _check_item_count(value: Any) -> Any:
-    """Raise ValueError for too many items, before any of them is parsed."""
-    if isinstance(value, list) and len(value) > MAX_ITEMS:
-        raise ValueError(f"at most {MAX_ITEMS} items, got {len(value)}")
-    return value
-
-
 def _with_ids(value: str | list[Item]) -> str | list[Item]:
     return value if isinstance(value, str) else [with_id(item) for item in value]
 
@@ -115,7 +109,7 @@ def _with_ids(value: str | list[Item]) -> str | list[Item]:
 InputItems = Annotated[
     Annotated[Text, Field(min_length=1)]
     | Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)],
-    BeforeValidator(_check_item_count),
+    most_elements(MAX_ITEMS, "items"),
     AfterValidator(_with_ids),
 ]
 """What a client sends as `input`; its items get the ids that they lack."""

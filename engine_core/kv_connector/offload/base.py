@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from proto.runtime.plugins import find_class, load_class
+from proto.runtime.plugins import medium_part
 from proto.settings.kv_media import STATES, media_folder
 from proto.settings.kv_transfer_config import (
     CPU_SPEC,
@@ -98,16 +98,22 @@ class OffloadingManager(Protocol):
     """Index of the blocks on one medium.
 
     A block is being stored (-1), present (0) or read by n loads (n); only blocks in state 0 can be
-    evicted.
+    evicted. events: blocks added and removed since `take_events`. A protocol whose methods have
+    defaults, so that a medium from outside need not derive from it.
     """
 
     medium: str
+    events: list[OffloadingEvent]
 
     def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         """Return the length of the longest prefix of `keys` that is present.
 
         None: not known yet; `notify` follows.
         """
+        found = self.contains(keys)
+        if found is None:
+            return None
+        return next((index for index, is_present in enumerate(found) if not is_present), len(found))
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
         """Return for each key whether it is present; None: not known yet, `notify` follows."""
@@ -139,19 +145,24 @@ class OffloadingManager(Protocol):
         """Mark blocks of a sequence as recently used, its beginning as the most recent.
 
         Keys may be missing from the medium. is_new_use: False if the same sequence has grown,
-        which does not count as another use.
+        which does not count as another use. A medium with an order of its own does nothing.
         """
+        return None
 
     @property
     def num_blocks(self) -> int:
         """Offloaded blocks that the medium can hold; 0 if unknown."""
+        return 0
 
     @property
     def num_used(self) -> int:
         """Offloaded blocks that it holds, or for which a store has room; 0 if unknown."""
+        return 0
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return blocks added and removed since the last call."""
+        events, self.events = self.events, []
+        return events
 
     def reset_cache(self) -> bool:
         """Remove all blocks; False, with nothing changed, while copies are in flight."""
@@ -159,17 +170,17 @@ class OffloadingManager(Protocol):
     def on_worker_restart(self) -> None:
         """Drop all copies in flight; none of them will be reported."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the manager holds."""
+        return None
 
 
 def create_manager(
     settings: OffloadSettings, extra: Mapping[str, Any], context: ManagerContext
 ) -> OffloadingManager:
     """Create the manager of the configured medium; raises ConfigError."""
-    if settings.spec_module_path:
-        make = load_class(f"{settings.spec_module_path}:{settings.spec_name}_manager", FIELD)
-    else:
-        make = find_class(MANAGERS, settings.spec_name, FIELD)
+    name, module = settings.spec_name, settings.spec_module_path
+    make = medium_part(name, module, MANAGERS, "manager", FIELD)
     manager: OffloadingManager = make(extra, context)
     return manager
 

@@ -8,7 +8,7 @@ memory: slots are indices into a buffer of each worker.
     can be evicted       no                yes                 no
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine_core.kv_connector.offload.base import (
@@ -28,7 +28,7 @@ from engine_core.kv_connector.offload.eviction import (
 from proto.settings.kv_transfer_config import config_key_error, cpu_settings
 
 
-class CPUOffloadingManager:
+class CPUOffloadingManager(OffloadingManager):
     """OffloadingManager of host memory with `num_slots` slots.
 
     Unused slots are allocated first, then the most recently freed ones.
@@ -41,7 +41,7 @@ class CPUOffloadingManager:
         self._policy = policy
         self._num_used = 0
         self._freed: list[int] = []
-        self._events: list[OffloadingEvent] = []
+        self.events: list[OffloadingEvent] = []
 
     def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         count = 0
@@ -71,7 +71,7 @@ class CPUOffloadingManager:
             block.is_bad |= not success
             if block.is_bad and block.is_idle:
                 self._remove(key, block)
-                self._events.append(OffloadingEvent([key], True, self.medium))
+                self.events.append(OffloadingEvent([key], True, self.medium))
 
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         new = [key for key in keys if self._policy.get(key) is None]
@@ -83,7 +83,7 @@ class CPUOffloadingManager:
                 return None
             evicted = [victim.key for victim in victims]
             self._freed += [victim.block.slot for victim in victims]
-            self._events.append(OffloadingEvent(evicted, True, self.medium))
+            self.events.append(OffloadingEvent(evicted, True, self.medium))
         slots = [self._allocate_slot() for _ in new]
         for key, slot in zip(new, slots, strict=True):
             self._policy.insert(key, OffloadedBlock(slot))
@@ -103,7 +103,7 @@ class CPUOffloadingManager:
             else:
                 self._remove(key, block)
         if stored:
-            self._events.append(OffloadingEvent(stored, False, self.medium))
+            self.events.append(OffloadingEvent(stored, False, self.medium))
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove corrupt blocks; slots in use by copies are freed when these have finished."""
@@ -114,7 +114,7 @@ class CPUOffloadingManager:
             block.is_bad = True
             if block.is_idle:
                 self._remove(key, block)
-                self._events.append(OffloadingEvent([key], True, self.medium))
+                self.events.append(OffloadingEvent([key], True, self.medium))
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
         self._policy.touch(keys, is_new_use)
@@ -127,10 +127,6 @@ class CPUOffloadingManager:
     def num_used(self) -> int:
         return len(self._policy)
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        events, self._events = self._events, []
-        return events
-
     def reset_cache(self) -> bool:
         if not all(self._block(key).is_idle for key in self._policy):
             return False
@@ -141,13 +137,10 @@ class CPUOffloadingManager:
         """Remove all blocks: the memory belonged to the workers that are gone."""
         present = [key for key in self._policy if self._block(key).num_readers >= 0]
         if present:
-            self._events.append(OffloadingEvent(present, True, self.medium))
+            self.events.append(OffloadingEvent(present, True, self.medium))
         self._policy.clear()
         self._num_used = 0
         self._freed.clear()
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     def _block(self, key: OffloadKey) -> OffloadedBlock:
         block = self._policy.get(key)

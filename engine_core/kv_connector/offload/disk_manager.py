@@ -10,7 +10,7 @@ wrong, a load fails, its blocks are recomputed, and the folder is checked again.
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
@@ -19,6 +19,7 @@ from engine_core.kv_connector.offload.base import (
     MAX_BYTES_IN_FLIGHT,
     ManagerContext,
     OffloadingEvent,
+    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
 )
@@ -60,7 +61,7 @@ class _DiskBlock:
         self.is_bad = False
 
 
-class DiskOffloadingManager:
+class DiskOffloadingManager(OffloadingManager):
     """OffloadingManager of a disk.
 
     folder: scans the folder and removes files. capacity: limit in blocks of all ranks,
@@ -84,7 +85,7 @@ class DiskOffloadingManager:
         self._blocks: OrderedDict[OffloadKey, _DiskBlock] = OrderedDict()
         self._removing: set[OffloadKey] = set()
         self._num_storing = 0
-        self._events: deque[OffloadingEvent] = deque()
+        self.events = []
         self._is_indexed = False
         self._is_scanned = False
         self._unindexed: Iterator[tuple[OffloadKey, int]] = iter(())
@@ -95,12 +96,6 @@ class DiskOffloadingManager:
         self._wait_timer = threading.Timer(SCAN_WAIT_SECONDS, context.notify)
         self._wait_timer.daemon = True
         self._wait_timer.start()
-
-    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
-        found = self.contains(keys)
-        if found is None:
-            return None
-        return next((index for index, is_present in enumerate(found) if not is_present), len(found))
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
         self._process_reports()
@@ -175,7 +170,7 @@ class DiskOffloadingManager:
         if not success:
             self._check_files(changed)
         elif changed:
-            self._events.append(OffloadingEvent(changed, False, self.medium))
+            self.events.append(OffloadingEvent(changed, False, self.medium))
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove corrupt blocks; files that are being read or written go after the copy."""
@@ -198,8 +193,7 @@ class DiskOffloadingManager:
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         self._process_reports()
-        events, self._events = self._events, deque()
-        return events
+        return super().take_events()
 
     def reset_cache(self) -> bool:
         self._process_reports()
@@ -207,7 +201,7 @@ class DiskOffloadingManager:
             return False
         present = [key for key in self._blocks if self._is_present(key)]
         if present:
-            self._events.append(OffloadingEvent(present, True, self.medium))
+            self.events.append(OffloadingEvent(present, True, self.medium))
         self._blocks.clear()
         self._is_indexed = self._is_scanned = False  # until the folder is scanned again
         self._wait_until = time.monotonic()
@@ -284,7 +278,7 @@ class DiskOffloadingManager:
     def _drop(self, key: OffloadKey) -> None:
         block = self._blocks.pop(key)
         if block.ranks == self._all_ranks:
-            self._events.append(OffloadingEvent([key], True, self.medium))
+            self.events.append(OffloadingEvent([key], True, self.medium))
 
     def _remove(self, keys: list[OffloadKey]) -> None:
         if keys:
@@ -340,7 +334,7 @@ class DiskOffloadingManager:
             return
         block.ranks |= ranks
         if block.ranks == self._all_ranks:
-            self._events.append(OffloadingEvent([key], False, self.medium))
+            self.events.append(OffloadingEvent([key], False, self.medium))
 
     def _remove_file(self, key: OffloadKey, bit: int) -> None:
         """Record that a file is gone: loads of its block in flight fail, and no more start."""

@@ -10,14 +10,15 @@ import logging
 import math
 import os
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from engine_core.kv_connector.offload.base import (
     MAX_BYTES_IN_FLIGHT,
     ManagerContext,
     OffloadingEvent,
+    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
 )
@@ -37,8 +38,11 @@ MAX_LOOKUP_KEYS: Final = 1024
 _FAILURES_ALLOWED: Final = 1
 
 
-class RemoteOffloadingManager:
-    """OffloadingManager of a Redis server. lookups: thread that queries the server."""
+class RemoteOffloadingManager(OffloadingManager):
+    """OffloadingManager of a Redis server, whose memory limit and order are its own.
+
+    lookups: thread that queries the server.
+    """
 
     medium = REMOTE
 
@@ -56,18 +60,9 @@ class RemoteOffloadingManager:
         self._storing: set[OffloadKey] = set()
         self._storing_bad: set[OffloadKey] = set()
         self._loading: Counter[OffloadKey] = Counter()
-        self._events: deque[OffloadingEvent] = deque()
+        self.events = []
         self._loads = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED)
         self._stores = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED)
-
-    @property
-    def num_blocks(self) -> int:
-        """Always 0: the server's memory limit is not queried."""
-        return 0
-
-    @property
-    def num_used(self) -> int:
-        return 0
 
     def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         self._process_results()
@@ -138,7 +133,7 @@ class RemoteOffloadingManager:
         for key in stored:
             self._cache_result(key, True)
         if stored:
-            self._events.append(OffloadingEvent(stored, False, self.medium))
+            self.events.append(OffloadingEvent(stored, False, self.medium))
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove corrupt blocks; those being stored are removed after the store.
@@ -147,13 +142,6 @@ class RemoteOffloadingManager:
         """
         self._storing_bad.update(key for key in keys if key in self._storing)
         self._discard(keys)
-
-    def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
-        """Do nothing: the server has its own eviction order."""
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        events, self._events = self._events, deque()
-        return events
 
     def reset_cache(self) -> bool:
         """Remove all blocks of this model, for all daemons that share the server."""
@@ -177,7 +165,7 @@ class RemoteOffloadingManager:
         for key in keys:
             self._cache_result(key, False)
         if present:
-            self._events.append(OffloadingEvent(present, True, self.medium))
+            self.events.append(OffloadingEvent(present, True, self.medium))
         if keys:
             self._lookups.discard(keys)
 

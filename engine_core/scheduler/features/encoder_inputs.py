@@ -14,10 +14,11 @@ running requests have passed comes before them, since text before an image lets 
 
 A request whose first chunk would be empty is parked, and others pass. So is one that would run and
 then wait for an image, if half of the running requests may come to that: a request that computes
-nothing takes the place of another one. Such a request *claims* the output that it waits for, and so
-does a running request. An output that nothing claims stays until its rows are needed for another
-one. Rows are taken from requests that are parked, too, and for a running request from all that
-wait. So no request waits for rows that only a later one frees.
+nothing takes the place of another one. Such a request *claims* the outputs that it waits for, and
+so does a running request. It keeps those of the images that follow, up to the first one that lacks
+its output. An output that nothing claims stays until its rows are needed for another one. Rows are
+taken from requests that are parked, too, and for a running request from all that wait. So no
+request waits for rows that only a later one frees.
 """
 
 from collections.abc import Iterator
@@ -380,7 +381,6 @@ class EncoderInputs(SchedulerFeature):
         Claims the outputs of its images. may_begin: begin to encode what is missing. is_urgent: as
         in `EncoderCacheManager.begin_output`.
         """
-        needed: list[EncoderOutput] = []
         self.stalled.discard(request.seq_id)
         for index, feature in enumerate(request.mm_features):
             if feature.end <= first:
@@ -392,14 +392,13 @@ class EncoderInputs(SchedulerFeature):
                 self._claim(request, output)
             elif may_begin:
                 output = self._begin(request, index, is_urgent=is_urgent)
-            if output is not None:
-                needed.append(output)
             if output is None or not output.is_complete:
                 end = max(first, feature.offset)
                 self.stalled.add(request.seq_id)
                 break
+        kept = self._claims_in_order(request, first)
         for output in self.cache.claims_of(request.seq_id):
-            if output.is_complete and output not in needed:
+            if output.is_complete and output not in kept:
                 self._release(request.seq_id, output)
         return end
 
@@ -463,15 +462,33 @@ class EncoderInputs(SchedulerFeature):
         self.cache.release(seq_id, output)
 
     def _release_passed(self, seq_id: int) -> None:
-        """End the claims of a running request on images other than the next one to compute."""
-        for output in self.cache.claims_of(seq_id):
-            request = output.users[seq_id]
-            if request.status is not RequestStatus.RUNNING:
-                return
-            num_computed = request.num_computed_tokens
-            following = [each for each in request.mm_features if each.end > num_computed]
-            if not following or following[0].mm_hash != output.feature.mm_hash:
+        """End the claims of a running request on images that it has computed, and out of order."""
+        outputs = self.cache.claims_of(seq_id)
+        request = outputs[0].users[seq_id]
+        if request.status is not RequestStatus.RUNNING:
+            return
+        kept = self._claims_in_order(request, request.num_computed_tokens)
+        for output in outputs:
+            if output not in kept:
                 self._release(seq_id, output)
+
+    def _claims_in_order(self, request: Request, first: int) -> list[EncoderOutput]:
+        """Return the claimed outputs of the images from position `first` on, without a gap.
+
+        Up to one that is not complete. So a running request that holds rows can compute, and does
+        not wait for rows of another one that waits for its rows.
+        """
+        found: list[EncoderOutput] = []
+        for feature in request.mm_features:
+            if feature.end <= first:
+                continue
+            output = self.cache.get(feature.mm_hash)
+            if output is None or request.seq_id not in output.users:
+                break
+            found.append(output)
+            if not output.is_complete:
+                break
+        return found
 
     def _serve_parked(self, *, is_urgent: bool) -> None:
         """Begin to encode images of parked requests, in the order of admission, within the budget.

@@ -16,7 +16,7 @@ from typing import ClassVar, Final
 from engine_core.kv_cache.manager import NO_PREFIX, CachedPrefix, KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature, Unblock
-from engine_core.scheduler.preemption import NonRunningBlocks
+from engine_core.scheduler.preemption import WaitingBlockHolders
 from engine_core.scheduler.step_plan import StepPlan
 
 MAX_LOST_STEPS: Final = 8
@@ -259,12 +259,12 @@ class SiblingForks(SchedulerFeature):
         self,
         kv_cache: KVCacheManager,
         choices: Mapping[int, Mapping[int, Request]],
-        non_running_blocks: NonRunningBlocks,
+        waiting_block_holders: WaitingBlockHolders,
         unblock: Unblock,
     ) -> None:
         self._kv_cache = kv_cache
         self._choices = choices
-        self._non_running_blocks = non_running_blocks
+        self._waiting_block_holders = waiting_block_holders
         self._unblock = unblock
         self._num_cached_of_heir: dict[int, int] = {}  # by seq_id: tokens its source had cached
         self._waits: dict[int, _Wait] = {}
@@ -328,7 +328,7 @@ class SiblingForks(SchedulerFeature):
         heir.num_computed_tokens = self._kv_cache.fork_blocks(heir, request, shared)
         if heir.num_computed_tokens:
             self._num_cached_of_heir[heir.seq_id] = request.num_cached_tokens
-            self._non_running_blocks.add_pending(heir)
+            self._waiting_block_holders.add_pending(heir)
 
     def on_released(self, request: Request) -> None:
         self._num_cached_of_heir.pop(request.seq_id, None)

@@ -9,7 +9,7 @@ new sequence, and a token that was in flight when a turn ended is ignored.
                     closed    closed, aborted, idle for too long
 
 An idle session has its place in the queue, as of the end of its last turn, and holds its blocks
-until another request needs them (`NonRunningBlocks`).
+until another request needs them (`WaitingBlockHolders`).
 """
 
 import logging
@@ -23,7 +23,7 @@ import msgspec
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import SchedulerFeature
-from engine_core.scheduler.preemption import NonRunningBlocks
+from engine_core.scheduler.preemption import WaitingBlockHolders
 from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.validation import check_length
 from proto.errors import ErrorInfo, InvalidRequestError
@@ -69,7 +69,7 @@ class ResumableSessions(SchedulerFeature):
         lifecycle: RequestLifecycle,
         next_seq_id: Callable[[], int],
         kv_cache: KVCacheManager,
-        non_running_blocks: NonRunningBlocks,
+        waiting_block_holders: WaitingBlockHolders,
         *,
         max_model_len: int,
         timeout: float,
@@ -79,7 +79,7 @@ class ResumableSessions(SchedulerFeature):
         self._next_seq_id = next_seq_id
         self._waiting = lifecycle.waiting
         self._kv_cache = kv_cache
-        self.non_running_blocks = non_running_blocks
+        self.waiting_block_holders = waiting_block_holders
         self._unblock = lifecycle.unblock
         self._max_model_len = max_model_len
         self._timeout = timeout
@@ -179,7 +179,7 @@ class ResumableSessions(SchedulerFeature):
         self._lifecycle.add_request(request)
         self._waiting.park_request(request)
         request.status = self.status
-        self.non_running_blocks.add_idle(request)
+        self.waiting_block_holders.add_idle(request)
         self._resting_since[request.request_id] = self._clock()
 
     def _continue_session(self, session: _Session) -> list[EngineCoreOutput]:
@@ -205,17 +205,17 @@ class ResumableSessions(SchedulerFeature):
         request.append_input(message.prompt_token_ids, params)
         request.record_event(EventType.QUEUED, self._clock())
         del self._resting_since[request.request_id]
-        self.non_running_blocks.add_pending(request)
+        self.waiting_block_holders.add_pending(request)
         self._unblock(request)
 
     # Blocks of sessions that rest
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        self.non_running_blocks.forget_request(request)
+        self.waiting_block_holders.forget_request(request)
 
     def on_released(self, request: Request) -> None:
         """Close the session of a request, unless another turn follows."""
-        self.non_running_blocks.forget_request(request)
+        self.waiting_block_holders.forget_request(request)
         session = self._open.get(request.request_id)
         if session is not None and session.request is request:
             del self._open[request.request_id]

@@ -500,6 +500,20 @@ def test_a_lost_file_of_a_front_end_ends_no_request_of_another(
     assert not engine.runner.encoder.failed
 
 
+def test_a_lost_file_ends_no_request_that_is_preempted_with_its_row_in_flight():
+    engine = ImageHarness(async_scheduling=True)
+    first = engine.add_parts((1, 6), text(4), max_tokens=6)
+    prompt, features = with_pictures([text(2, 50), (1, 6), text(5)])
+    features = [replace(each, pixels=SharedPixels("other", (3, 2, 2))) for each in features]
+    engine.runner.encoder.lost_files.add(first.mm_features[0].pixels.name)
+    second = engine.add_one(prompt, 6, mm_features=features, front_end=1)
+    engine.send()
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    engine.finish(second)
+    assert engine.finish_reason_of(first) is FinishReason.ERROR
+    assert engine.finish_reason_of(second) is FinishReason.LENGTH
+
+
 def test_requests_that_found_what_was_computed_without_an_image_end_too():
     """With overlapped steps others are admitted before the result says that it failed."""
     engine = ImageHarness(async_scheduling=True)
@@ -673,3 +687,24 @@ def test_requests_that_wait_for_their_images_leave_places_to_others(max_num_seqs
     assert all(engine.finish_reason_of(each) is not None for each in others)
     assert sum(each.status is RUNNING for each in with_images) == max_num_seqs // 2
     engine.finish(*with_images)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_rows", [4, 6])
+def test_a_request_that_waits_for_two_images_keeps_both(num_rows, async_scheduling):
+    """Its first image is computed over several steps, and another request then needs rows."""
+    engine = ImageHarness(
+        {"cache_size": 12, "max_embeds": 6, "max_input_tokens": num_rows},
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        long_prefill_token_threshold=2,
+        async_scheduling=async_scheduling,
+    )
+    other = engine.add_parts(text(12, 100), (3, 6), text(2))
+    engine.step()
+    waits = engine.add_parts((1, 6), (2, 6), text(3))
+    for _ in range(5):
+        engine.step()
+    assert waits.status is RUNNING
+    engine.finish(other, waits)
+    assert engine.runner.encoder.num_encoded == 3

@@ -196,4 +196,4 @@ def test_a_pause_holds_the_next_turn_and_its_blocks_stay():
     assert not engine.scheduler.has_work
     engine.scheduler.resume()
     assert scheduled(engine.step()) == {following.seq_id: 1}
-    assert len(engine.scheduler.resumable_sessions.non_running_blocks) == 0
+    assert len(engine.scheduler.resumable_sessions.waiting_block_holders) == 0

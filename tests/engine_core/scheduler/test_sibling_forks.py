@@ -5,7 +5,7 @@ import pytest
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate
 from engine_core.scheduler.features.prefix_sharing import SiblingForks
-from engine_core.scheduler.preemption import NonRunningBlocks
+from engine_core.scheduler.preemption import WaitingBlockHolders
 from engine_core.scheduler.step_plan import StepPlan
 from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
 from tests.fakes.engine_harness import EngineHarness, scheduled
@@ -357,7 +357,9 @@ def test_a_gate_before_it_may_hold_any_of_them():
 
 
 def make_gate(engine: EngineHarness, choices: dict[int, dict[int, Request]], woken) -> SiblingForks:
-    return SiblingForks(engine.kv_cache, choices, NonRunningBlocks(engine.kv_cache), woken.append)
+    return SiblingForks(
+        engine.kv_cache, choices, WaitingBlockHolders(engine.kv_cache), woken.append
+    )
 
 
 class Watched(dict):

@@ -38,6 +38,18 @@ def test_the_next_request_finds_no_room(limit, settings):
     assert limit_of(engine) == limit
 
 
+def test_blocks_are_missing_for_a_prompt_whose_cached_prefix_leaves_it_few_tokens():
+    """The rest of the step has no room for its 64 tokens, but 48 of them are not computed."""
+    engine = EngineHarness(num_blocks=8, enable_chunked_prefill=False, max_num_batched_tokens=64)
+    prefix = list(range(48))
+    engine.add_one(prefix, max_tokens=1)
+    engine.run()
+    engine.add_one(list(range(500, 555)), max_tokens=9)
+    engine.step()
+    engine.add_one([*prefix, *PROMPT[:16]])
+    assert limit_of(engine) == "blocks"
+
+
 def test_a_prompt_is_cut():
     engine = EngineHarness(long_prefill_token_threshold=16)
     engine.add_one(PROMPT)

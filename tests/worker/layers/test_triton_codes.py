@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.fakes.devices import dense_experts
+from tests.fakes.quantised_checkpoints import NF4
 from tests.fakes.triton import interpret_kernels
 from worker.cuda.layers.triton_codes import CodedExperts, CodedWeight, TritonCodedLinear
 from worker.cuda.layers.triton_experts import TritonExperts
 from worker.cuda.layers.triton_kernels import triton_gate
 from worker.layers.experts import StackedWeights
-from worker.loader.quantised import NF4_NUMBERS
 
 pytestmark = [
     pytest.mark.suite("devices"),
@@ -46,7 +46,7 @@ class Made:
         shape = outputs, groups, group
         numbers = codes.view(shape) - middle.t()[:, :, None]
         if kind == "nf4":
-            table = NF4_NUMBERS
+            table = NF4
             numbers = table[codes].view(shape)
         if kind == "fp8":  # the least numbers, too, and no NaN
             codes[codes & 127 == 127] = 0

@@ -39,7 +39,7 @@ from worker.cuda.layers.triton_codes import TritonCodedLinear
 from worker.layers.linear import DenseLinear
 from worker.loader.files import TensorFiles, entries_by_name, read_index
 from worker.loader.formats import Product
-from worker.loader.quantised import NF4_NUMBERS, Codes, read_codes
+from worker.loader.quantised import Codes, read_codes
 from worker.loader.source import WeightSource
 from worker.loader.weights import create_builder, load_model
 from worker.models.decoder import Decoder
@@ -377,4 +377,3 @@ def test_products_of_single_heads_are_dense_and_blocks_without_the_library_codes
         assert isinstance(form.read_product(source, Product((name,)))(), TritonCodedLinear)
     assert not form.dense_names
     assert issubclass(CodedLinearWithoutTriton, TritonCodedLinear)
-    assert NF4_NUMBERS.dtype == torch.float32

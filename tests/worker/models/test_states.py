@@ -216,10 +216,10 @@ def plan(prepared: PreparedModel, device: Any = None, **cache: Any) -> MemoryPla
 
 
 def test_the_plan_counts_a_slot_for_each_state(prepared: PreparedModel, decoder: Decoder) -> None:
-    shape = decoder.spec.state_shape
+    shape = decoder.spec.state_shape()
     assert shape is not None
     assert shape.slot_bytes == SLOT_BYTES[prepared.architecture]
-    logged = decoder.spec.state_shape_with_log(16)
+    logged = decoder.spec.state_shape(16)
     assert logged is not None
     found = plan(prepared, num_state_slots=100)
     assert (found.num_state_slots, found.state_bytes) == (101, logged.slot_bytes)

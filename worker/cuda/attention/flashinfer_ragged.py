@@ -23,7 +23,13 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from worker.attention.backend import AttentionInputs, AttentionShape, QuerySplit, Rotation
+from worker.attention.backend import (
+    AttentionInputs,
+    AttentionShape,
+    QuerySplit,
+    Rotation,
+    start_offsets,
+)
 from worker.attention.kv_cache import KVCache, Window
 from worker.cuda.accelerator import Accelerator
 from worker.cuda.attention.flashinfer_group import Library, Options, PlannedWrapper, WrapperMaker
@@ -170,13 +176,13 @@ class _Group:
         and token i of the step is query back[i]. None if they are in the order of the step.
         """
         parts = ragged_parts(lengths, self._window)
-        kv_indptr = torch.from_numpy(_offsets(lengths))
+        kv_indptr = torch.from_numpy(start_offsets(lengths))
         self._runs, begin = [], 0
         # A step without queries of one part leaves the last wrapper unused.
         for wrapper, part in zip(self._wrappers, parts, strict=False):
             end = begin + int(part.counts.sum())
             wrapper.plan(
-                torch.from_numpy(_offsets(part.counts)),
+                torch.from_numpy(start_offsets(part.counts)),
                 kv_indptr,
                 *self._sizes,
                 causal=part.causal,
@@ -188,7 +194,7 @@ class _Group:
             begin = end
         if len(parts) == 1:
             return None
-        starts = _offsets(lengths)[:-1]
+        starts = start_offsets(lengths)[:-1]
         position = np.arange(begin) - np.repeat(starts, lengths)
         is_last = position >= np.repeat(parts[0].counts, lengths)
         order = np.argsort(is_last, kind="stable")
@@ -201,10 +207,3 @@ class _Group:
     ) -> None:
         for wrapper, queries in self._runs:
             wrapper.run(query[queries], key, value, out=output[queries])
-
-
-def _offsets(counts: Int32s) -> Int32s:
-    """Return where each of the ranges with these lengths begins, and the end: int32 [S + 1]."""
-    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets

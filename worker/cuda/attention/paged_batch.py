@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.attention.backend import AttentionInputs
+from worker.attention.backend import AttentionInputs, start_offsets
 from worker.attention.kv_cache import Window
 from worker.cuda.attention.kv_store import PADDING_SLOT
 
@@ -230,16 +230,10 @@ def _first_page(seq_lens: Int32s, counts: Int32s, window: Window, block_size: in
 def _part(counts: Int32s, pages: Int32s, kv_lens: Int32s, block_size: int) -> Part:
     last = kv_lens - (pages - 1) * block_size
     last[pages == 0] = 1
-    return Part(_offsets(counts), _offsets(pages), last, np.ascontiguousarray(kv_lens))
+    return Part(start_offsets(counts), start_offsets(pages), last, np.ascontiguousarray(kv_lens))
 
 
 def _prefix(num_pages: int, num_tokens: int, block_size: int) -> Part:
     """Return a row of full pages for all tokens of the step, or no row."""
     rows = np.array([num_pages] if num_pages else [], dtype=np.int32)
     return _part(np.full_like(rows, num_tokens), rows, rows * block_size, block_size)
-
-
-def _offsets(counts: Int32s) -> Int32s:
-    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets

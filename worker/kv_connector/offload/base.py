@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from proto.messages.kv_connector import TransferJob
-from proto.runtime.plugins import find_class, load_class
+from proto.runtime.plugins import medium_part
 from proto.settings.kv_media import STATES, media_folder
 from proto.settings.kv_transfer_config import (
     CPU_SPEC,
@@ -116,10 +116,8 @@ def create_handlers(
     settings: OffloadSettings, extra: Mapping[str, Any], context: HandlerContext
 ) -> Mapping[Direction, OffloadingHandler]:
     """Create the handlers of the configured medium, for both directions; raises ConfigError."""
-    if settings.spec_module_path:
-        make = load_class(f"{settings.spec_module_path}:{settings.spec_name}_handlers", FIELD)
-    else:
-        make = find_class(HANDLERS, settings.spec_name, FIELD)
+    name, module = settings.spec_name, settings.spec_module_path
+    make = medium_part(name, module, HANDLERS, "handlers", FIELD)
     handlers: Mapping[Direction, OffloadingHandler] = make(extra, context)
     return handlers
 

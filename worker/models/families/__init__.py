@@ -89,7 +89,8 @@ def supported_models() -> list[str]:
     ]
     vision = []
     for architecture, part in VISION_FAMILIES.items():
-        texts = ", ".join(dict.fromkeys(text for kind in part.gguf for text in kind.texts))
+        own = [each for each in part.gguf if each.architecture == architecture] or part.gguf
+        texts = ", ".join(dict.fromkeys(text for kind in own for text in kind.texts))
         files = f"{texts} and mmproj" if texts else "–"
         vision.append((part.models[architecture], architecture, files))
     columns = ("Architecture in config.json", "In GGUF files")
@@ -113,7 +114,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, str, str]]) -> list[str]
 
 
 _VISION: Final = """\
-These read images, too, from Hugging Face folders, and some from a GGUF file with one beside it that
+These read images, too, from Hugging Face folders, and most from a GGUF file with one beside it that
 has `mmproj` in its name:"""
 _WRAPPED: Final = """\
 Other folders in which one of these language models stands beside a vision or an audio part load as

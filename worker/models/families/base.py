@@ -75,7 +75,9 @@ ROTATES: Final = "rope.scaling.finetuned"
 """Whether queries and keys of a hybrid rotate."""
 KV_HEADS: Final = "attention.head_count_kv"
 IMAGE_SECTIONS: Final = "rope.dimension_sections"
-"""Dimensions of a head that rotate by the time, row and column of an image: text needs none."""
+"""Frequencies of a head that rotate by the time, row and column of an image; a fourth is 0."""
+DEEPSTACK_LAYERS: Final = "n_deepstack_layers"
+"""Layers to which an image adds rows; its vision part says the same."""
 
 DEFAULT_THETA: Final = 10_000.0
 
@@ -257,20 +259,47 @@ def add_query_scale(config: dict[str, Any], is_27b: bool) -> None:
         config["query_pre_attn_scalar"] = config.get("head_dim")
 
 
-def finish_delta_rule(config: dict[str, Any], metadata: GgufMetadata) -> None:
-    """Add the size of a value head, the kinds of layers if the file lists them, and that weights
-    are as llama.cpp's converter leaves them."""
+def recurrent_head_size(metadata: GgufMetadata) -> int:
+    """Return the values, or channels, of a head of a recurrent layer."""
     size, heads = (metadata.keys.get(key) for key in (VALUES_OF_ALL_HEADS, "ssm.time_step_rank"))
     if type(size) is not int or type(heads) is not int or heads < 1 or size % heads:
         raise ModelError(
             f"{metadata.prefix}{VALUES_OF_ALL_HEADS} {shown(size)} and ssm.time_step_rank "
             f"{shown(heads)}: the values of all heads and the number of these heads are needed"
         )
-    config["linear_value_head_dim"] = size // heads
+    return size // heads
+
+
+def finish_delta_rule(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add the size of a value head, the kinds of layers if the file lists them, and that weights
+    are as llama.cpp's converter leaves them."""
+    config["linear_value_head_dim"] = recurrent_head_size(metadata)
     recurrent, num_layers = metadata.keys.get(RECURRENT_LAYERS), config["num_hidden_layers"]
     if isinstance(recurrent, list):  # layers that predict further tokens come last
         config["layer_types"] = [LINEAR if each else FULL for each in recurrent[:num_layers]]
     config["of_llama_cpp"] = True
+
+
+def add_image_sections(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add which frequencies rotate by which position of an image's tokens, if the file says so."""
+    sections = metadata.keys.get(IMAGE_SECTIONS)
+    if isinstance(sections, list) and any(sections):
+        if any(sections[3:]):
+            raise ModelError(f"{metadata.prefix}{IMAGE_SECTIONS} {shown(sections)}: not supported")
+        config["rope_parameters"]["mrope_section"] = sections[:3]
+
+
+def add_interleaved_sections(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add the same of models in which these frequencies alternate."""
+    add_image_sections(config, metadata)
+    if "mrope_section" in config["rope_parameters"]:
+        config["rope_parameters"]["mrope_interleaved"] = True
+
+
+def finish_delta_rule_of_images(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add what `finish_delta_rule` and `add_interleaved_sections` do."""
+    finish_delta_rule(config, metadata)
+    add_interleaved_sections(config, metadata)
 
 
 DELTA_RULE_GGUF: Final = Gguf(
@@ -299,7 +328,9 @@ def layers_with_attention(config: dict[str, Any], metadata: GgufMetadata) -> lis
     return [count > 0 for count in heads]
 
 
-def add_mamba_expansion(config: dict[str, Any], metadata: GgufMetadata) -> None:
+def add_mamba_expansion(
+    config: dict[str, Any], metadata: GgufMetadata, key: str = "mamba_expand"
+) -> None:
     """Add how many channels a Mamba-2 layer has for each of the hidden size."""
     inner, hidden = metadata.keys.get(VALUES_OF_ALL_HEADS), config["hidden_size"]
     if type(inner) is not int or type(hidden) is not int or hidden < 1 or inner % hidden:
@@ -307,7 +338,7 @@ def add_mamba_expansion(config: dict[str, Any], metadata: GgufMetadata) -> None:
             f"{metadata.prefix}{VALUES_OF_ALL_HEADS} {shown(inner)}: a multiple of "
             f"embedding_length {shown(hidden)} is needed"
         )
-    config["mamba_expand"] = inner // hidden
+    config[key] = inner // hidden
 
 
 def add_heads_of_width(config: dict[str, Any], metadata: GgufMetadata) -> None:

@@ -5,7 +5,7 @@ from typing import Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import NORM_EPS, WINDOW, Family, Gguf, ModelSpec
-from worker.models.layout import FULL, WINDOWED, LayerNorms, layer_kinds, layer_windows
+from worker.models.layout import WINDOWED, LayerNorms, layer_windows, window_kinds
 from worker.models.rope import NoRope
 
 _NORMS: Final = LayerNorms(attention=("input_layernorm", "attn_norm"))
@@ -26,10 +26,9 @@ def spec(config: ConfigReader) -> ModelSpec:
     pattern = 4
     for key in ("layer_switch", "_sliding_window_pattern", "sliding_window_pattern"):
         pattern = config.integer(key, pattern)
-    kinds = layer_kinds(
-        config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % pattern else FULL
-    )
-    windows = layer_windows(config, kinds, config.integer("sliding_window", 4096))
+    window = config.integer("sliding_window", 4096)
+    kinds = window_kinds(config, window, lambda layer: (layer + 1) % pattern != 0)
+    windows = layer_windows(config, kinds, window)
     attention = replace(
         llama_attention(config, bias=config.flag("attention_bias", False)),
         rope_interleaved_in=("safetensors", "gguf"),

@@ -15,13 +15,12 @@ from worker.models.families.base import (
     add_layer_types,
 )
 from worker.models.layout import (
-    FULL,
     POST_NORMS,
     WINDOWED,
-    layer_kinds,
     layer_windows,
     num_layers_of,
     window_from_config,
+    window_kinds,
 )
 from worker.models.rope import NoRope
 
@@ -47,11 +46,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     else:
         every = config.integer("sliding_window_pattern", _DEFAULT_PATTERN) if window else 1
         is_full = [(layer + 1) % every == 0 for layer in range(num_layers)]
-    kinds = layer_kinds(
-        config,
-        (FULL, WINDOWED) if window else (FULL,),
-        lambda layer: FULL if window is None or is_full[layer] else WINDOWED,
-    )
+    kinds = window_kinds(config, window, lambda layer: not is_full[layer])
     attention = replace(llama_attention(config), qk_norm=True)
     windows = layer_windows(config, kinds, window)
     ropes = [attention.rope if window is None or kind == WINDOWED else NoRope() for kind in kinds]

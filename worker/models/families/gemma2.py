@@ -12,7 +12,7 @@ from worker.models.families.base import (
     ModelSpec,
     add_query_scale,
 )
-from worker.models.layout import FULL, SANDWICH_NORMS, WINDOWED, layer_kinds, layer_windows
+from worker.models.layout import SANDWICH_NORMS, layer_windows, window_kinds
 
 
 def spec(config: ConfigReader) -> ModelSpec:
@@ -23,8 +23,9 @@ def spec(config: ConfigReader) -> ModelSpec:
     config.must_be("hidden_act", "gelu_pytorch_tanh")
     config.must_be("use_bidirectional_attention", False)
     config.get("sliding_window_size")  # beside `sliding_window` in the first files
-    kinds = layer_kinds(config, (FULL, WINDOWED), lambda layer: FULL if layer % 2 else WINDOWED)
-    windows = layer_windows(config, kinds, config.integer("sliding_window", 4096))
+    window = config.integer("sliding_window", 4096)
+    kinds = window_kinds(config, window, lambda layer: layer % 2 == 0)
+    windows = layer_windows(config, kinds, window)
     attention = replace(
         llama_attention(
             config,

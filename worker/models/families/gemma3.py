@@ -16,7 +16,7 @@ from worker.models.families.base import (
     add_query_scale,
     set_window_theta,
 )
-from worker.models.layout import FULL, SANDWICH_NORMS, WINDOWED, layer_kinds, layer_windows
+from worker.models.layout import FULL, SANDWICH_NORMS, WINDOWED, layer_windows, window_kinds
 from worker.models.rope import KindOfRope, ropes_by_kind
 
 _PATTERN: Final = 6
@@ -40,12 +40,10 @@ def spec(config: ConfigReader) -> ModelSpec:
     bidirectional = config.flag("use_bidirectional_attention", False)
     pattern = config.integer("_sliding_window_pattern", _PATTERN)
     pattern = config.integer("sliding_window_pattern", pattern)
-    kinds = layer_kinds(
-        config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % pattern else FULL
-    )
     window = config.integer("sliding_window")
     if bidirectional:
         window = window // 2 + 1  # the configuration counts both sides
+    kinds = window_kinds(config, window, lambda layer: (layer + 1) % pattern != 0)
     windows = layer_windows(config, kinds, window)
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
     attention = replace(

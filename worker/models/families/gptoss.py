@@ -12,7 +12,7 @@ from worker.models.families.base import (
     GgufMetadata,
     ModelSpec,
 )
-from worker.models.layout import FULL, QWEN_NORMS, WINDOWED, layer_kinds, layer_windows
+from worker.models.layout import QWEN_NORMS, layer_windows, window_kinds
 from worker.models.rope import rope_from_config
 
 _THETA: Final = 150_000.0
@@ -42,8 +42,9 @@ def spec(config: ConfigReader) -> ModelSpec:
         bias=True,
         names=MoeNames(router="mlp.router", experts=None, interleaved=True, transposed=True),
     )
-    kinds = layer_kinds(config, (FULL, WINDOWED), lambda layer: FULL if layer % 2 else WINDOWED)
-    windows = layer_windows(config, kinds, config.integer("sliding_window", _WINDOW))
+    window = config.integer("sliding_window", _WINDOW)
+    kinds = window_kinds(config, window, lambda layer: layer % 2 == 0)
+    windows = layer_windows(config, kinds, window)
     if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
         raise config.refusal("rope_scaling", None, "an object is needed")
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)

@@ -3,9 +3,16 @@
 from dataclasses import replace
 from typing import Any, Final
 
-from proto.errors import ModelError, shown
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import VALUES_OF_ALL_HEADS, Family, Gguf, GgufMetadata, ModelSpec
+from worker.models.families.base import (
+    VALUES_OF_ALL_HEADS,
+    Family,
+    Gguf,
+    GgufMetadata,
+    ModelSpec,
+    add_mamba_expansion,
+    recurrent_head_size,
+)
 from worker.models.families.nemotronh import BACKBONE_NAMES
 from worker.models.layout import LayerNorms, num_layers_of
 
@@ -15,7 +22,7 @@ _LONGEST: Final = 1 << 17
 
 def spec(config: ConfigReader) -> ModelSpec:
     from worker.models.composite import NoPartSpec
-    from worker.models.hybrids import Mamba2Keys, mamba2_mixer
+    from worker.models.hybrids import MAMBA_SSM_KEYS, mamba2_mixer
     from worker.models.spec import LayerSpec, ModelSpec
 
     config.must_be("hidden_act", "silu", "swish")
@@ -27,16 +34,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     hidden_size = config.integer("hidden_size")
     mamba = mamba2_mixer(
         config,
-        Mamba2Keys(
-            heads="num_heads",
-            head_size="head_dim",
-            groups="n_groups",
-            state_size="state_size",
-            taps="conv_kernel",
-            bias="use_bias",
-            conv_bias="use_conv_bias",
-            chunk_size="chunk_size",
-        ),
+        MAMBA_SSM_KEYS,
         inner=config.integer("expand", 2) * hidden_size,
         eps=eps,
         defaults=(128, 8, 128),
@@ -57,16 +55,8 @@ def spec(config: ConfigReader) -> ModelSpec:
 
 def _add_heads(config: dict[str, Any], metadata: GgufMetadata) -> None:
     """Add the size of a head of Mamba-2 layers: there is no other."""
-    inner: Any = metadata.keys.get(VALUES_OF_ALL_HEADS)
-    heads: Any = metadata.keys.get("ssm.time_step_rank")
-    hidden = config["hidden_size"]
-    are_sizes = all(type(size) is int and size > 0 for size in (inner, heads, hidden))
-    if not are_sizes or inner % heads or inner % hidden:
-        raise ModelError(
-            f"{metadata.prefix}{VALUES_OF_ALL_HEADS} {shown(inner)} and ssm.time_step_rank "
-            f"{shown(heads)}: channels of all heads and the number of heads are needed"
-        )
-    config["head_dim"], config["expand"] = inner // heads, inner // hidden
+    config["head_dim"] = recurrent_head_size(metadata)
+    add_mamba_expansion(config, metadata, "expand")
     config["layer_norm_epsilon"] = config.pop("rms_norm_eps", 1e-5)
     # Converters write a million for every model.
     config["max_position_embeddings"] = _LONGEST

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import Family, Gguf, ModelSpec
-from worker.models.layout import FULL, WINDOWED, layer_kinds, layer_windows, window_from_config
+from worker.models.layout import layer_windows, window_from_config, window_kinds
 
 
 def spec(config: ConfigReader) -> ModelSpec:
@@ -12,11 +12,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     from worker.models.common import attention_decoder, llama_attention
 
     window = window_from_config(config)
-    kinds = layer_kinds(
-        config,
-        (FULL,) if window is None else (FULL, WINDOWED),
-        lambda layer: FULL if window is None else WINDOWED,
-    )
+    kinds = window_kinds(config, window, lambda layer: True)
     attention = replace(llama_attention(config), rope_interleaved_in=("gguf",))
     windows = layer_windows(config, kinds, window)
     return attention_decoder(config, attention, windows)

@@ -15,7 +15,7 @@ from worker.models.families.base import (
     GgufMetadata,
     ModelSpec,
 )
-from worker.models.layout import FULL, WINDOWED, LayerNorms, layer_kinds, layer_windows
+from worker.models.layout import FULL, WINDOWED, LayerNorms, layer_windows, window_kinds
 from worker.models.rope import KindOfRope, ropes_by_kind
 
 _NORMS: Final = LayerNorms(attention=("attn_norm", "attn_norm"), mlp=("mlp_norm", "ffn_norm"))
@@ -53,10 +53,8 @@ def spec(config: ConfigReader) -> ModelSpec:
         config.get(key)
     hidden_size, length = config.integer("hidden_size"), config.integer("max_position_embeddings")
     interval = config.integer("global_attn_every_n_layers", 3)
-    kinds = layer_kinds(
-        config, (FULL, WINDOWED), lambda layer: WINDOWED if layer % interval else FULL
-    )
     window = config.integer("local_attention", 128) // 2 + 1
+    kinds = window_kinds(config, window, lambda layer: layer % interval != 0)
     config.get("sliding_window")  # repeats half of local_attention
     windows = layer_windows(config, kinds, window)
     ropes = ropes_by_kind(config, _ROPES, length)

@@ -16,6 +16,7 @@ from worker.models.families.base import (
     GgufMetadata,
     ModelSpec,
     layers_with_attention,
+    recurrent_head_size,
     set_head_dim,
 )
 from worker.models.layout import FULL, LINEAR, LayerNorms
@@ -53,7 +54,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     """
     from worker.models.common import decoder, llama_attention
     from worker.models.composite import NoPartSpec
-    from worker.models.hybrids import Mamba2Keys, mamba2_mixer
+    from worker.models.hybrids import MAMBA_SSM_KEYS, mamba2_mixer
     from worker.models.mlp import MlpSpec
     from worker.models.rope import NoRope
 
@@ -66,15 +67,11 @@ def spec(config: ConfigReader) -> ModelSpec:
     config.must_be("rms_norm_eps", eps)
     mamba = mamba2_mixer(
         config,
-        Mamba2Keys(
+        replace(
+            MAMBA_SSM_KEYS,
             heads="mamba_num_heads",
             head_size="mamba_head_dim",
-            groups="n_groups",
             state_size="ssm_state_size",
-            taps="conv_kernel",
-            bias="use_bias",
-            conv_bias="use_conv_bias",
-            chunk_size="chunk_size",
         ),
         eps=eps,
         defaults=(128, 8, 128),
@@ -168,7 +165,7 @@ def _add_heads(config: dict[str, Any], metadata: GgufMetadata) -> None:
 
 def _finish(config: dict[str, Any], metadata: GgufMetadata) -> None:
     """Add the kinds of layers: those without KV heads and MLP are Mamba-2 layers."""
-    sizes, keys = config["intermediate_size"], metadata.keys
+    sizes = config["intermediate_size"]
     has_attention = layers_with_attention(config, metadata)
     mlp = _EXPERTS if "n_routed_experts" in config else _MLP
     if isinstance(sizes, list):
@@ -183,13 +180,7 @@ def _finish(config: dict[str, Any], metadata: GgufMetadata) -> None:
     ]
     config["intermediate_size"] = max(sizes)
     config["layer_norm_epsilon"] = config.pop("rms_norm_eps", 1e-5)
-    inner, heads = keys.get(VALUES_OF_ALL_HEADS), keys.get("ssm.time_step_rank")
-    if type(inner) is not int or type(heads) is not int or heads < 1 or inner % heads:
-        raise ModelError(
-            f"{metadata.prefix}{VALUES_OF_ALL_HEADS} {shown(inner)} and ssm.time_step_rank "
-            f"{shown(heads)}: channels of all heads and the number of heads are needed"
-        )
-    config["mamba_head_dim"] = inner // heads
+    config["mamba_head_dim"] = recurrent_head_size(metadata)
     config["of_llama_cpp"] = True
 
 

@@ -14,7 +14,7 @@ from worker.models.families.base import (
     add_layer_types,
     set_window_theta,
 )
-from worker.models.layout import FULL, POST_NORMS, WINDOWED, layer_kinds, layer_windows
+from worker.models.layout import FULL, POST_NORMS, WINDOWED, layer_windows, window_kinds
 from worker.models.rope import KindOfRope, ropes_by_kind
 
 _THETA: Final = 500_000.0
@@ -28,10 +28,9 @@ def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every fourth layer has full attention."""
     from worker.models.common import attention_decoder, llama_attention
 
-    kinds = layer_kinds(
-        config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % 4 else FULL
-    )
-    windows = layer_windows(config, kinds, config.integer("sliding_window", 4096))
+    window = config.integer("sliding_window", 4096)
+    kinds = window_kinds(config, window, lambda layer: (layer + 1) % 4 != 0)
+    windows = layer_windows(config, kinds, window)
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
     attention = replace(
         llama_attention(config, rope=ropes[FULL], bias=config.flag("attention_bias", False)),

@@ -3,7 +3,13 @@
 from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf, ModelSpec
+from worker.models.families.base import (
+    IMAGE_SECTIONS,
+    Family,
+    Gguf,
+    ModelSpec,
+    add_image_sections,
+)
 from worker.models.layout import windows_of_upper_layers
 
 
@@ -19,6 +25,11 @@ FAMILY = Family(
     models={"Qwen2ForCausalLM": "Qwen2, Qwen2.5, QwQ, Qwen2-VL, Qwen2.5-VL"},
     model_types=("qwen2",),
     spec=spec,
-    gguf=Gguf(name="qwen2"),
+    gguf=Gguf(
+        name="qwen2",
+        other_names=("qwen2vl",),
+        other_keys=(IMAGE_SECTIONS,),
+        finish=add_image_sections,
+    ),
     wrapped_types=("qwen2_vl_text", "qwen2_5_vl_text"),
 )

@@ -1,13 +1,15 @@
 """Qwen2 with a mixture of experts and a gated shared expert as MLP: Qwen1.5-MoE, Qwen2-57B-A14B."""
 
 from dataclasses import replace
-from typing import Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import SOFTMAX, Family, Gguf, ModelSpec
-from worker.models.layout import FULL, WINDOWED, layer_kinds, layer_windows, window_from_config
-
-_DEFAULT_MAX_WINDOW_LAYERS: Final = 28
+from worker.models.layout import (
+    DEFAULT_MAX_WINDOW_LAYERS,
+    layer_windows,
+    window_from_config,
+    window_kinds,
+)
 
 
 def spec(config: ConfigReader) -> ModelSpec:
@@ -23,12 +25,8 @@ def spec(config: ConfigReader) -> ModelSpec:
     config.must_be("hidden_act", "silu", "swish")
     experts = qwen_mixture(config, normalised=config.flag("norm_topk_prob", False))
     window = window_from_config(config) if config.flag("use_sliding_window", False) else None
-    below = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)
-    kinds = layer_kinds(
-        config,
-        (FULL,) if window is None else (FULL, WINDOWED),
-        lambda layer: FULL if window is None or layer % 2 or layer >= below else WINDOWED,
-    )
+    below = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, least=0)
+    kinds = window_kinds(config, window, lambda layer: layer < below and layer % 2 == 0)
     attention = replace(llama_attention(config), qkv_bias=config.flag("qkv_bias", True))
     windows = layer_windows(config, kinds, window)
     mlps = dense_and_sparse(config, experts, qwen_sparse_layers(config))

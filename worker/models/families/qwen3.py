@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf, ModelSpec
+from worker.models.families.base import (
+    DEEPSTACK_LAYERS,
+    IMAGE_SECTIONS,
+    Family,
+    Gguf,
+    ModelSpec,
+    add_interleaved_sections,
+)
 from worker.models.layout import windows_of_upper_layers
 
 
@@ -26,6 +33,11 @@ FAMILY = Family(
     models={"Qwen3ForCausalLM": "Qwen3, Qwen3-VL"},
     model_types=("qwen3",),
     spec=spec,
-    gguf=Gguf(name="qwen3"),
+    gguf=Gguf(
+        name="qwen3",
+        other_names=("qwen3vl",),
+        other_keys=(IMAGE_SECTIONS, DEEPSTACK_LAYERS),
+        finish=add_interleaved_sections,
+    ),
     wrapped_types=("qwen3_vl_text",),
 )

@@ -3,7 +3,13 @@
 from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import DELTA_RULE_GGUF, IMAGE_SECTIONS, Family, ModelSpec
+from worker.models.families.base import (
+    DELTA_RULE_GGUF,
+    IMAGE_SECTIONS,
+    Family,
+    ModelSpec,
+    finish_delta_rule_of_images,
+)
 
 
 def spec(config: ConfigReader) -> ModelSpec:
@@ -20,5 +26,6 @@ FAMILY = Family(
         DELTA_RULE_GGUF,
         name="qwen35",
         other_keys=(*DELTA_RULE_GGUF.other_keys, IMAGE_SECTIONS),
+        finish=finish_delta_rule_of_images,
     ),
 )

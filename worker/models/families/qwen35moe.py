@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import DELTA_RULE_GGUF, IMAGE_SECTIONS, SOFTMAX, Family, ModelSpec
+from worker.models.families.base import (
+    DELTA_RULE_GGUF,
+    IMAGE_SECTIONS,
+    SOFTMAX,
+    Family,
+    ModelSpec,
+    finish_delta_rule_of_images,
+)
 
 
 def spec(config: ConfigReader) -> ModelSpec:
@@ -23,6 +30,7 @@ FAMILY = Family(
         DELTA_RULE_GGUF,
         name="qwen35moe",
         other_keys=(*DELTA_RULE_GGUF.other_keys, IMAGE_SECTIONS),
+        finish=finish_delta_rule_of_images,
         gating=SOFTMAX,
         optional_keys=("feed_forward_length",),
     ),

@@ -3,7 +3,15 @@
 from dataclasses import replace
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import SOFTMAX, Family, Gguf, ModelSpec
+from worker.models.families.base import (
+    DEEPSTACK_LAYERS,
+    IMAGE_SECTIONS,
+    SOFTMAX,
+    Family,
+    Gguf,
+    ModelSpec,
+    add_interleaved_sections,
+)
 from worker.models.layout import window_from_config, windows_of_all_layers
 
 
@@ -35,6 +43,13 @@ FAMILY = Family(
     models={"Qwen3MoeForCausalLM": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder, Qwen3-VL-30B-A3B"},
     model_types=("qwen3_moe",),
     spec=spec,
-    gguf=Gguf(name="qwen3moe", gating=SOFTMAX, settings={"norm_topk_prob": True}),
+    gguf=Gguf(
+        name="qwen3moe",
+        other_names=("qwen3vlmoe",),
+        other_keys=(IMAGE_SECTIONS, DEEPSTACK_LAYERS),
+        gating=SOFTMAX,
+        settings={"norm_topk_prob": True},
+        finish=add_interleaved_sections,
+    ),
     wrapped_types=("qwen3_vl_moe_text",),
 )

@@ -5,7 +5,7 @@ from typing import Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import Family, Gguf, ModelSpec
-from worker.models.layout import FULL, WINDOWED, layer_kinds, layer_windows, num_layers_of
+from worker.models.layout import layer_windows, num_layers_of, window_from_config, window_kinds
 from worker.models.rope import NoRope, rope_from_config
 
 _THETA: Final = 2_000_000.0
@@ -23,14 +23,8 @@ def spec(config: ConfigReader) -> ModelSpec:
         rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(rotates, list) or len(rotates) != num_layers or not {0, 1} >= set(rotates):
         raise config.refusal("no_rope_layers", rotates, f"{num_layers} numbers 0 or 1 are needed")
-    window = None
-    if config.flag("use_sliding_window", False) and config.get("sliding_window") is not None:
-        window = config.integer("sliding_window")
-    kinds = layer_kinds(
-        config,
-        (FULL, WINDOWED) if window else (FULL,),
-        lambda layer: FULL if rotates[layer] or window is None else WINDOWED,
-    )
+    window = window_from_config(config) if config.flag("use_sliding_window", False) else None
+    kinds = window_kinds(config, window, lambda layer: not rotates[layer])
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
     attention = replace(
         llama_attention(config, rope=rope, bias=config.flag("attention_bias", False)),

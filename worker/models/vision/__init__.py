@@ -1,7 +1,8 @@
 """Vision parts of models: one file a family, found by its architecture in double quotes.
 
-spec.py describes the arithmetic and encoder.py computes it; tile_spec.py and tiles.py, grid_spec.py
-and grids.py have the kinds of towers. docs/extending.md says how to add one.
+spec.py describes the arithmetic and encoder.py computes it; tile_spec.py and tiles.py have one kind
+of towers, grid_spec.py, grids.py and grid_gguf.py the other one. docs/extending.md says how to add
+a family.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,9 @@ from proto.errors import ModelError, shown
 from worker.models.vision.spec import VisionConfig, VisionFamily, VisionSpec
 
 _FOLDER: Final = Path(__file__).parent
-_OTHER_FILES: Final = ("spec", "encoder", "tile_spec", "tiles", "grid_spec", "grids")
+_OTHER_FILES: Final = (
+    *("spec", "encoder", "tile_spec", "tiles", "grid_spec", "grids", "grid_gguf"),
+)
 
 
 @cache

@@ -279,7 +279,8 @@ def _check_mrope(config: VisionConfig, interleaved: bool) -> None:
     head = text.integer(
         "head_dim", text.integer("hidden_size") // text.integer("num_attention_heads")
     )
-    factor = rope.number("partial_rotary_factor", 1.0)
+    factor = text.number("partial_rotary_factor", 1.0)  # of GGUF files
+    factor = rope.number("partial_rotary_factor", factor)
     if len(axes) != int(head * factor) // 2:
         reason = f"{int(head * factor) // 2} frequencies rotate"
         raise rope.refusal("mrope_section", rope.get("mrope_section"), reason)

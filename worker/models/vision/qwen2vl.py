@@ -1,9 +1,18 @@
 """Qwen2-VL and Qwen2.5-VL: images of any size, windows in most layers of the latter's tower."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from proto.errors import ModelError, shown
+from worker.models.vision.grid_gguf import IMAGE_TOKEN, MARKERS, MERGE, grid_settings
 from worker.models.vision.grid_spec import GridSpec, layer_numbers, read_grid
-from worker.models.vision.spec import VisionConfig, VisionFamily
+from worker.models.vision.spec import GgufSettings, VisionConfig, VisionFamily, VisionGguf
 
 _MERGER = ("ln_q", "mlp.0", "mlp.2")
+_MLP = ("fc1", "fc2")
+_GATED_MLP = ("gate_proj", "up_proj", "down_proj")
+_GGUF_WINDOW = 112
+"""Pixels of a side of a window, where a GGUF file does not say."""
 
 
 def spec(config: VisionConfig) -> GridSpec:
@@ -14,7 +23,7 @@ def spec(config: VisionConfig) -> GridSpec:
             config,
             interleaved=False,
             norm="layer",
-            mlp=("fc1", "fc2"),
+            mlp=_MLP,
             merger=_MERGER,
             patch_bias=False,
             size="embed_dim",
@@ -29,12 +38,37 @@ def spec(config: VisionConfig) -> GridSpec:
         config,
         interleaved=False,
         norm="rms",
-        mlp=("gate_proj", "up_proj", "down_proj"),
+        mlp=_GATED_MLP,
         merger=_MERGER,
         patch_bias=False,
         window=window // merge // patch * merge,
         full_layers=layer_numbers(tower, "fullatt_block_indexes"),
     )
+
+
+def _gguf_settings(vision: Mapping[str, Any], side: int, merge: int) -> GgufSettings:
+    """Return the settings of Qwen2-VL."""
+    size = vision["embedding_length"]
+    tower = {
+        "embed_dim": size,
+        "hidden_size": vision["projection_dim"],
+        "mlp_ratio": vision["feed_forward_length"] / size,
+    }
+    return grid_settings(vision, merge, "Qwen2VLProcessor", tower, _MLP, _MERGER)
+
+
+def _window_settings(vision: Mapping[str, Any], side: int, merge: int) -> GgufSettings:
+    """Return the settings of Qwen2.5-VL. Every n-th layer has no windows."""
+    pattern, depth = vision.get("n_wa_pattern"), vision["block_count"]
+    if type(pattern) is not int or pattern < 0:
+        raise ModelError(f"clip.vision.n_wa_pattern = {shown(repr(pattern))}")
+    tower = {
+        "out_hidden_size": vision["projection_dim"],
+        "intermediate_size": vision["feed_forward_length"],
+        "window_size": vision.get("window_size", _GGUF_WINDOW),
+        "fullatt_block_indexes": list(range(max(pattern, 1) - 1, depth, max(pattern, 1))),
+    }
+    return grid_settings(vision, merge, "Qwen2_5_VLProcessor", tower, _GATED_MLP, _MERGER)
 
 
 FAMILY = VisionFamily(
@@ -44,4 +78,19 @@ FAMILY = VisionFamily(
     },
     settings=("vision_start_token_id", "vision_end_token_id"),
     spec=spec,
+    gguf=tuple(
+        VisionGguf(
+            projector=projector,
+            architecture=architecture,
+            texts=("qwen2vl",),
+            image_token=IMAGE_TOKEN,
+            settings=settings,
+            merge=MERGE,
+            markers=MARKERS,
+        )
+        for projector, architecture, settings in (
+            ("qwen2vl_merger", "Qwen2VLForConditionalGeneration", _gguf_settings),
+            ("qwen2.5vl_merger", "Qwen2_5_VLForConditionalGeneration", _window_settings),
+        )
+    ),
 )

@@ -1,10 +1,16 @@
 """Qwen3-VL with DeepStack, and Qwen 3.5 without: images of any size, a table of positions."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
+from proto.errors import ModelError, shown
+from worker.models.vision.grid_gguf import IMAGE_TOKEN, MARKERS, MERGE, grid_settings
 from worker.models.vision.grid_spec import GridSpec, layer_numbers, read_grid
-from worker.models.vision.spec import VisionConfig, VisionFamily
+from worker.models.vision.spec import GgufSettings, VisionConfig, VisionFamily, VisionGguf
 
+_MLP = ("linear_fc1", "linear_fc2")
+_MERGER = ("norm", *_MLP)
 _WITH_DEEPSTACK = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 
 
@@ -26,12 +32,26 @@ def spec(config: VisionConfig) -> GridSpec:
         config,
         interleaved=True,
         norm="layer",
-        mlp=("linear_fc1", "linear_fc2"),
-        merger=("norm", "linear_fc1", "linear_fc2"),
+        mlp=_MLP,
+        merger=_MERGER,
         patch_bias=True,
         position_side=side,
         stacked_layers=stacked,
     )
+
+
+def _gguf_settings(vision: Mapping[str, Any], side: int, merge: int) -> GgufSettings:
+    flags = vision.get("is_deepstack_layers", [])
+    if not isinstance(flags, list):
+        raise ModelError(f"clip.vision.is_deepstack_layers = {shown(repr(flags))}")
+    stacked = [layer for layer, is_stacked in enumerate(flags) if is_stacked]
+    tower = {
+        "out_hidden_size": vision["projection_dim"],
+        "intermediate_size": vision["feed_forward_length"],
+        "num_position_embeddings": side * side,
+        "deepstack_visual_indexes": stacked,
+    }
+    return grid_settings(vision, merge, "Qwen3VLProcessor", tower, _MLP, _MERGER, stacked)
 
 
 FAMILY = VisionFamily(
@@ -43,4 +63,21 @@ FAMILY = VisionFamily(
     },
     settings=("vision_start_token_id", "vision_end_token_id"),
     spec=spec,
+    gguf=tuple(
+        VisionGguf(
+            projector="qwen3vl_merger",
+            architecture=architecture,
+            texts=(text,),
+            image_token=IMAGE_TOKEN,
+            settings=_gguf_settings,
+            merge=MERGE,
+            markers=MARKERS,
+        )
+        for text, architecture in (
+            ("qwen3vl", "Qwen3VLForConditionalGeneration"),
+            ("qwen3vlmoe", "Qwen3VLMoeForConditionalGeneration"),
+            ("qwen35", "Qwen3_5ForConditionalGeneration"),
+            ("qwen35moe", "Qwen3_5MoeForConditionalGeneration"),
+        )
+    ),
 )

@@ -21,6 +21,8 @@ from worker.models.config_reader import ConfigReader
 TOWER: Final = f"{VISION_PREFIX}tower."
 PROJECTOR: Final = f"{VISION_PREFIX}projector."
 """How the names of a vision part's tensors begin in a prepared folder."""
+PART_MARK: Final = "/"
+"""Where a file divides a tensor, its parts are NAME/0, NAME/1 and so on in a prepared folder."""
 TOWER_KEY: Final = "vision_config"
 SETTINGS_KEY: Final = "vision_projector"
 """Keys of a prepared config.json: the tower's configuration, and settings beside it."""
@@ -225,12 +227,15 @@ class GgufSettings:
 
     projector: settings beside the tower. images, processor: of preprocessor_config.json and
     processor_config.json. tower: further keys of vision_config.
+    tensor_name: returns the name that a tensor has in a prepared folder, None for an unknown one.
+        None: names are those of CLIP.
     """
 
     projector: Mapping[str, Any]
     images: Mapping[str, Any]
     processor: Mapping[str, Any]
     tower: Mapping[str, Any] = field(default_factory=dict)
+    tensor_name: Callable[[str], str | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +247,8 @@ class VisionGguf:
         output.
     settings: makes GgufSettings of the keys behind `clip.vision.`, the patches of a tile's side,
         and the patches of a side that become one row.
+    merge: these patches, where a file does not say.
+    markers: further keys of config.json that are token ids, and the texts of these tokens.
     is_marked: recognises the names of the tensors of this kind among those of others with the same
         projector; None if there are no others.
     """
@@ -251,6 +258,8 @@ class VisionGguf:
     texts: tuple[str, ...]
     image_token: str
     settings: Callable[[Mapping[str, Any], int, int], GgufSettings]
+    merge: int = 4
+    markers: Mapping[str, str] = field(default_factory=dict)
     is_marked: Callable[[Collection[str]], bool] | None = None
 
 

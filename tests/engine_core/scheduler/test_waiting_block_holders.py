@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.preemption import NonRunningBlocks
+from engine_core.scheduler.preemption import WaitingBlockHolders
 from tests.fakes.kv_requests import Requests, make_manager
 
 
@@ -14,7 +14,7 @@ def manager():
 
 @pytest.fixture
 def idle(manager):
-    return NonRunningBlocks(manager)
+    return WaitingBlockHolders(manager)
 
 
 @pytest.fixture
