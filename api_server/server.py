@@ -69,7 +69,8 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
 async def _serve(boot: ProcessBoot, link: Link, clock: PhaseClock) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     supervisor = SupervisorLink(link, boot.index)
-    app_state = make_app_state(boot, connect_engine(boot, boot.epoch), supervisor)
+    links = [connect_engine(boot, epoch) for epoch in boot.engine_epochs]
+    app_state = make_app_state(boot, links, supervisor)
     clock.end("tokenizer")
     app = create_app(app_state)
     admin_sockets = [socket.socket(fileno=descriptor) for descriptor in boot.admin_fds]
@@ -115,24 +116,29 @@ async def _report_ready(app_state: AppState, clock: PhaseClock) -> None:
 
 
 def make_app_state(
-    boot: ProcessBoot, link: Link, supervisor: SupervisorLink, media: MediaReader | None = None
+    boot: ProcessBoot,
+    links: Sequence[Link],
+    supervisor: SupervisorLink,
+    media: MediaReader | None = None,
 ) -> AppState:
     """Return the application's state.
 
-    link: to the engine. media: loads images, in place of the reader of the model.
+    links: to the engines, by index. media: loads images, in place of the reader of the model.
     """
     model, config = boot.model, boot.config
     name, *aliases = config.model.served_names(model.name)
-    metrics = Metrics(name, make_metric_sheet(boot), boot.incarnation, boot.num_hung)
+    num_engines = len(links)
+    sheet = make_metric_sheet(boot)
+    metrics = Metrics(name, sheet, boot.incarnation, boot.num_hung, num_engines)
     live_view = LiveViewPublisher(
         name,
         daemon_version(),
         config.scheduler.max_num_seqs,
         access=LoRAAccess(config.lora.lora_access),
+        num_engines=num_engines,
     )
     client = EngineClient(
-        link,
-        boot.epoch,
+        list(zip(links, boot.engine_epochs, strict=True)),
         request_ids(boot.index, boot.incarnation),
         metrics,
         config.scheduler.crashes_until_isolated,
@@ -183,9 +189,11 @@ def _make_sampler(config: ProfilerConfig | None, index: int) -> StackSampler | N
 
 
 def make_metric_sheet(boot: ProcessBoot) -> MetricSheet:
+    num_engines = len(boot.engine_epochs)
     if boot.metrics_fd is None:
-        return MetricSheet.of_one()
-    return MetricSheet.shared(boot.metrics_fd, boot.index, boot.config.frontend.api_server_count)
+        return MetricSheet.of_one(num_engines)
+    num_rows = boot.config.frontend.api_server_count
+    return MetricSheet.shared(boot.metrics_fd, boot.index, num_rows, num_engines)
 
 
 def make_server(

@@ -80,14 +80,16 @@ class EngineSwitch:
 
     def replace_engine(self, message: NewEngine) -> None:
         """Connect to the engine that replaces the current one, which has ended."""
-        client, epoch = self.app_state.client, message.epoch
+        client, epoch, engine = self.app_state.client, message.epoch, message.engine
         cause = "died" if message.died else "is replaced by another one"
         number = client.num_open
-        waiting = "1 request waits" if number == 1 else f"{number} requests wait"
-        logger.warning("the engine %s: %s", cause, waiting)
-        client.reconnect(connect_engine(self._boot, epoch), epoch, died=message.died)
+        link = connect_engine(self._boot, epoch)
+        client.reconnect(link, epoch, engine, died=message.died)
+        waiting = client.num_waiting
+        logger.warning("engine %d %s: of %d open requests %d wait", engine, cause, number, waiting)
         self._discard_profile()
-        self._state.app_state = replace(self.app_state, epoch=epoch)
+        if engine == 0:
+            self._state.app_state = replace(self.app_state, epoch=epoch)
 
     def _discard_profile(self) -> None:
         """Drop this process's part of a profile; the engine's ended with the engine."""
@@ -259,9 +261,19 @@ def _run_command(command: Any, engine_switch: EngineSwitch) -> None:
             app_state.images.reader.forget_unused()
     elif isinstance(command, Restarted):
         app_state.metrics.count_restart(command.role, command.hung)
-        app_state.live_view.publish_restart(command.role, hung=command.hung)
+        app_state.live_view.publish_restart(command.role, hung=command.hung, engine=command.engine)
+        if command.role == "worker" and command.engine is not None:
+            app_state.client.note_restarted_workers(command.engine)
     elif isinstance(command, HealthStatus):
         app_state.health.supervisor_status = command
+        of_engines = [
+            (reason.engine, reason) for reason in command.reasons if reason.engine is not None
+        ]
+        app_state.client.note_missing(
+            {engine for engine, _ in of_engines},
+            {engine for engine, reason in of_engines if reason.is_restarted},
+            {engine for engine, reason in of_engines if reason.rests},
+        )
     elif isinstance(command, NewEngine):
         engine_switch.replace_engine(command)
     elif isinstance(command, NextEngine):

@@ -152,8 +152,7 @@ def reload(words: Sequence[str], environment: HostEnvironment) -> int:
     model = _absolute(models[0]) if models else None
     directory = _find_run_directory(values, environment.run_parents())
     before = _wait_for_state(directory, lambda state: state.ending or not state.under_way)
-    if before.ending:
-        raise TokendError(_ending(before))
+    check_reloads(before)
     if model is not None:
         write_wanted_model(directory, model)
     os.kill(before.pid, signal.SIGHUP)
@@ -168,6 +167,16 @@ def reload(words: Sequence[str], environment: HostEnvironment) -> int:
         return 1
     print("reloaded" if model is None else f"reloaded: the model is {after.model} now")
     return 0
+
+
+def check_reloads(state: DaemonState) -> None:
+    """Raise TokendError for a daemon that drains, or that has several engines."""
+    from deploy.supervisor.reload.reload import SEVERAL_ENGINES
+
+    if state.ending:
+        raise TokendError(_ending(state))
+    if state.num_engines > 1:
+        raise TokendError(SEVERAL_ENGINES)
 
 
 def _ending(state: DaemonState) -> str:

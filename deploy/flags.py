@@ -60,6 +60,12 @@ _COUNT: Final = re.compile(r"(?:([0-9]{1,20})([KMGT])|([0-9]{1,20}(?:\.[0-9]{1,2
 _BYTES: Final = re.compile(r"([0-9]{1,20})\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
+ALIASES: Final[Mapping[str, str]] = {
+    "-dp": "--data-parallel-size",
+    "-tp": "--tensor-parallel-size",
+}
+"""Short names of flags, those of vLLM."""
+
 _MEANT: Final = {("--attention-backend", "reference"): "--device reference"}
 """Values that flags had → the flag that does it now."""
 
@@ -251,7 +257,8 @@ def parse(words: Sequence[str]) -> ServeArguments:
 def _split(word: str) -> tuple[str, str, str]:
     """Return (flag, "=" or "", value) of a word; `_` counts as `-` in a flag."""
     name, equals, value = word.partition("=")
-    return (name.replace("_", "-") if name.startswith("--") else name), equals, value
+    name = name.replace("_", "-") if name.startswith("--") else name
+    return ALIASES.get(name, name), equals, value
 
 
 def _foreign(

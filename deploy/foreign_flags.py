@@ -70,7 +70,6 @@ NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "structured-outputs-config": NoEffect("grammars have one backend, llguidance", None),
     "distributed-executor-backend": NoEffect(_PROCESSES, ("mp", "uni")),
     "pipeline-parallel-size": NoEffect("layers are not divided", ("1",)),
-    "data-parallel-size": NoEffect("there is one replica", ("1",)),
     "load-format": NoEffect("the files say what they are", ("auto", "safetensors", "gguf")),
     "config-format": NoEffect("the files say what they are", ("auto", "hf")),
     "tokenizer-mode": NoEffect("there is one tokenizer", ("auto", "hf")),
@@ -133,7 +132,15 @@ MISSING: Final[Mapping[str, str]] = {
     "load-format dummy": "weights are those of the model's files",
     "ray-address": "there are no nodes yet",
     "nnodes": "there are no nodes yet",
-    "data-parallel-backend": "there are no replicas yet",
+    **dict.fromkeys(
+        (
+            *("data-parallel-size-local", "dpl", "data-parallel-rank", "dpn"),
+            *("data-parallel-start-rank", "dpr", "data-parallel-address", "dpa"),
+            *("data-parallel-rpc-port", "dpp", "data-parallel-backend", "dpb"),
+            *("data-parallel-hybrid-lb", "dph", "data-parallel-external-lb", "dpe"),
+        ),
+        "all engines of --data-parallel-size run on this machine, behind the same front ends",
+    ),
 }
 """Flags, also with a value, that ask for what is not here → the reason."""
 

@@ -31,7 +31,7 @@ from proto.errors import ConfigError, install_command
 from proto.messages.lifecycle import PhaseClock, PlanBoot
 from proto.messages.prepared_model import read_model_file
 from proto.runtime.faults import Fault, parse_faults
-from proto.runtime.host_resources import available_memory, total_memory
+from proto.runtime.host_resources import available_memory, total_memory, usable_cores
 from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE
 from proto.runtime.security import read_api_keys, readable_key_files
 from proto.settings.config import ServeConfig, memory_size
@@ -65,6 +65,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     _check_disks(config)
     _check_files(config)
     _check_pool(config)
+    _check_workers(config)
     scheme = _scheme(config)
     read_api_keys(config.frontend)
     faults = _faults(config, environment)
@@ -111,6 +112,7 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
 
     Raises ConfigError and ModelError.
     """
+    _check_workers(config)
     with tempfile.TemporaryDirectory(prefix="tokend-plan-") as headers:
         environment = replace(
             environment.with_hub_token(config.model.hf_token),
@@ -130,7 +132,7 @@ def run_worker_program(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a program with the environment of a worker; it reads `boot` and prints its result."""
     variables = child_environment(
-        environment.variables, "worker", config.device, config.parallel.tensor_parallel_size
+        environment.variables, "worker", config.device, config.parallel.num_workers
     )
     with tempfile.TemporaryDirectory(prefix="tokend-torch-") as folder:
         return subprocess.run(
@@ -218,10 +220,27 @@ def _check_pool(config: ServeConfig) -> None:
     A pool that fits beside nothing else is refused later, when the model is known.
     """
     size, total = config.cache.kv_cache_memory, total_memory()
-    if size is not None and size > total and computes_on_cpu(config.device):
+    number = config.parallel.data_parallel_size
+    if size is not None and number * size > total and computes_on_cpu(config.device):
+        each = f" for each of {number} engines" if number > 1 else ""
         raise ConfigError(
-            f"--kv-cache-memory {memory_size(size)} is more than the {memory_size(total)} of "
+            f"--kv-cache-memory {memory_size(size)}{each} is more than the {memory_size(total)} of "
             f"memory here, of which {memory_size(available_memory())} are free"
+        )
+
+
+def _check_workers(config: ServeConfig) -> None:
+    """Raise ConfigError for engines whose workers have no core each, unless --cpu-threads is set.
+
+    GPUs are counted by the workers, before they load the model.
+    """
+    parallel, cores = config.parallel, usable_cores()
+    is_shared = config.device.cpu_threads is not None or not computes_on_cpu(config.device)
+    if parallel.data_parallel_size > 1 and parallel.num_workers > cores and not is_shared:
+        raise ConfigError(
+            f"{parallel.flags} needs {parallel.num_workers} cores, and there are {cores}: "
+            "--cpu-threads 1 lets workers share cores",
+            "data_parallel_size",
         )
 
 

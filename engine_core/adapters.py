@@ -252,7 +252,7 @@ class AdapterRegistry:
             self._end_overdue(outputs)
         for name in self._gate.pop_newly_corrupted():
             notice = f"adapter {name}: the logits of a request contain NaN or infinity"
-            self._supervisor.send(Notice("engine_core", 0, notice, is_warning=True))
+            self._supervisor.send(Notice(notice, is_warning=True))
         if self._workers.is_ready:
             for lora_int_id, is_load in self._residency.pop_commands():
                 if is_load:
@@ -415,7 +415,7 @@ class AdapterRegistry:
             if not any(answer.effect for answer in answers):
                 text += " Its effect on a probe is exactly zero: it changes nothing."
                 notice = f"adapter {name} has no effect: on a probe it is exactly zero"
-                self._supervisor.send(Notice("engine_core", 0, notice))
+                self._supervisor.send(Notice(notice))
             self._announce(name)
             logger.info("adapter %s is loaded from %s", name, message.path)
             self._reply(call.front_end, message, 200, text)

@@ -94,12 +94,16 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             config = without_kv_cache(config)
         worker, plan = workers.workers[0], workers.plan
         kv_events = start_kv_events(
-            config.cache.parsed_kv_events(), boot.run_dir, boot.epoch, worker.geometry
+            config.cache.parsed_kv_events(),
+            boot.run_dir,
+            boot.epoch,
+            worker.geometry,
+            boot.engine,
         )
         if kv_events is not None:
             stack.enter_context(closing(kv_events))
             notice = f"KV events: {kv_events.config.endpoint}"
-            supervisor.send(Notice(boot.role, boot.index, notice))
+            supervisor.send(Notice(notice))
         encoder: EncoderLimits | None = None
         if boot.model.vision is not None:
             encoder = encoder_limits(config, worker, boot.model.vision)
@@ -112,6 +116,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             boot.epoch,
             config.cache.enable_prefix_caching,
             encoder,
+            boot.engine,
         )
         if trace is not None:
             file, recorder = trace
@@ -126,7 +131,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             kv_events=kv_events,
             structured_output=structured_output,
             recorder=recorder,
-            profiler=None if profiling is None else EngineProfiler(profiling, workers),
+            profiler=None if profiling is None else EngineProfiler(profiling, workers, boot.engine),
             pools=pools,
             embedding_bytes=4 * boot.model.hidden_size * config.model.enable_prompt_embeds,
             encoder=encoder,
@@ -252,16 +257,20 @@ def _report_ready(
         weights=weight_memory(workers.workers),
         routing_bytes=worker.routing_bytes,
         starts=(
-            *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),
+            *(
+                ProcessStart("worker", workers.first_index + worker.rank, worker.phases)
+                for worker in workers.workers
+            ),
             ProcessStart(boot.role, boot.index, clock.phases),
         ),
         kernels=worker.kernels,
         kv_cache_grows=worker.kv_cache_grows,
         drafts=drafts,
         kv_events=kv_events,
+        engine=boot.engine,
     )
     if plan.notice:
-        supervisor.send(Notice(boot.role, boot.index, plan.notice))
+        supervisor.send(Notice(plan.notice))
     # Logged before it is sent, so that the supervisor's message to the operator is the last one
     logger.info(
         "ready: %s, requests up to %d tokens, a queue of up to %s requests and %s tokens",

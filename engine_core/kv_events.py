@@ -46,18 +46,21 @@ _EPOCH_SHIFT: Final = 40
 class KVEventPublisher:
     """Publishes the events of one epoch in numbered batches; never blocks.
 
-    The sequence counts on from one engine to the next, because the epoch is its upper part, so a
-    subscriber sees the restart of an engine as a gap. The first batch, of the first engine number
-    0, says that nothing is cached.
+    The sequence counts on from one incarnation of an engine to the next, because the epoch is its
+    upper part, so a subscriber sees the restart of an engine as a gap. The first batch of the first
+    one, number 0, says that nothing is cached.
 
-    config: with endpoints as they are bound, in ZMQ's form.
+    config: with endpoints as they are bound, in ZMQ's form. engine: its index.
     observer: of the block pool.
     Raises ConfigError for an endpoint that cannot be bound.
     """
 
-    def __init__(self, config: KVEventsConfig, epoch: int, geometry: KVCacheGeometry) -> None:
+    def __init__(
+        self, config: KVEventsConfig, epoch: int, geometry: KVCacheGeometry, engine: int = 0
+    ) -> None:
         self.observer = KVEventLog(geometry)
-        self._sequence = (epoch - 1) << _EPOCH_SHIFT
+        self._engine = engine
+        self._sequence = (epoch - 1 - engine) << _EPOCH_SHIFT  # the first epoch is 1 + engine
         self._topic = config.topic.encode()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_kept_bytes = 0
@@ -118,7 +121,7 @@ class KVEventPublisher:
         return socket
 
     def _send(self, events: list[KVEvent]) -> None:
-        batch = encode(KVEventBatch(time.time(), events))
+        batch = encode(KVEventBatch(time.time(), events, self._engine))
         sequence = self._sequence
         self._sequence += 1
         if self._replays is not None:
@@ -155,15 +158,20 @@ class KVEventPublisher:
 
 
 def start_kv_events(
-    config: KVEventsConfig | None, run_dir: str, epoch: int, geometry: KVCacheGeometry
+    config: KVEventsConfig | None,
+    run_dir: str,
+    epoch: int,
+    geometry: KVCacheGeometry,
+    engine: int = 0,
 ) -> KVEventPublisher | None:
-    """Create the publisher of --kv-events-config; None without one.
+    """Create the publisher of --kv-events-config for the engine of this index; None without one.
 
     The endpoint `ipc` stands for a socket in the run directory. Raises ConfigError for an endpoint
     that cannot be bound.
     """
     if config is None:
         return None
+    config = config.of_engine(engine)
     for key, given in config.endpoints:
         endpoint = given
         if endpoint == "ipc":
@@ -174,7 +182,7 @@ def start_kv_events(
                 f"--kv-events-config: the path of {key} is longer than {MAX_IPC_PATH} bytes: {path}"
             )
         config = msgspec.structs.replace(config, **{key: endpoint})
-    return KVEventPublisher(config, epoch, geometry)
+    return KVEventPublisher(config, epoch, geometry, engine)
 
 
 def _bound(socket: zmq.Socket[bytes]) -> str:

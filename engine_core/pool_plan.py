@@ -72,7 +72,7 @@ def check_ranks(workers: Sequence[WorkerReady]) -> None:
         for name, value in _facts_of_all_ranks(worker).items():
             if value != first[name]:
                 raise ModelError(
-                    f"worker {workers[0].rank} and worker {worker.rank} do not fit together: "
+                    f"rank {workers[0].rank} and rank {worker.rank} do not fit together: "
                     f"{name} {first[name]} and {value}"
                 )
 

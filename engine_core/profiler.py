@@ -6,6 +6,7 @@ from typing import Final
 
 from engine_core.worker_group import WorkerGroup
 from proto.messages.engine_io import AdminCall, AdminReply
+from proto.messages.lifecycle import process_name
 from proto.runtime.stack_sampler import StackSampler
 from proto.settings.profiler_config import ProfilerConfig
 
@@ -29,9 +30,10 @@ class _OpenCall:
 class EngineProfiler:
     """Starts and stops profiles; replies when all workers have answered."""
 
-    def __init__(self, config: ProfilerConfig, workers: WorkerGroup) -> None:
+    def __init__(self, config: ProfilerConfig, workers: WorkerGroup, engine: int) -> None:
         self._workers = workers
-        self._sampler = StackSampler(config, "engine")
+        self._process = process_name("engine_core", engine)
+        self._sampler = StackSampler(config, f"engine-{engine}")
         self._worker_epoch: int | None = None  # of the workers that record; None without a profile
         self._call: _OpenCall | None = None
 
@@ -49,7 +51,7 @@ class EngineProfiler:
             else:
                 call.paths += self._sampler.stop()
         except OSError as error:
-            call.errors.append(f"engine: {error}")
+            call.errors.append(f"{self._process}: {error}")
         if not self._has_lost_workers and not (starts and call.errors):
             self._workers.send_profile_call("start" if starts else "stop")
         return None
@@ -72,7 +74,8 @@ class EngineProfiler:
                 return None
             for rank, reply in sorted(self._workers.profile_replies.items()):
                 if reply.error:
-                    call.errors.append(f"worker {rank}: {reply.error}")
+                    name = process_name("worker", self._workers.first_index + rank)
+                    call.errors.append(f"{name}: {reply.error}")
                 elif reply.path:
                     call.paths.append(reply.path)
             if starts and call.errors:

@@ -129,8 +129,6 @@ class SupervisorIO:
         """Ask the supervisor to replace a front end that does not read its messages."""
         self.link.send(
             Notice(
-                "engine_core",
-                0,
                 f"front end {front_end} does not read its messages: it is replaced, "
                 f"and its {num_aborted} requests are aborted",
                 is_warning=True,

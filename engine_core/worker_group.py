@@ -53,7 +53,7 @@ class WorkerFailedError(TokendError):
     """A worker sent an invalid message, so its KV can no longer be trusted. rank: of the worker."""
 
     def __init__(self, rank: int, what: str) -> None:
-        super().__init__(f"worker {rank} {what}")
+        super().__init__(f"rank {rank} {what}")
         self.rank = rank
 
 
@@ -63,12 +63,14 @@ class WorkerGroup:
     epoch: of the current workers. is_ready: whether they accept steps.
     num_kv_reports: KVConnectorReports received so far, of all epochs.
     profile_replies: to the last ProfileCall, by rank.
+    first_index: of the worker of rank 0 among those of all engines.
     poller: polls the channels of the current workers; updated here.
     """
 
     def __init__(self, boot: ProcessBoot, poller: Poller, supervisor: Link) -> None:
         self._run_dir = boot.run_dir
         self._world_size = boot.config.parallel.tensor_parallel_size
+        self.first_index = boot.engine * self._world_size
         self._config = boot.config
         self._max_position = boot.model.max_position
         self._faults = FaultInjector.of(boot.faults, boot.role, boot.index, boot.incarnation)
@@ -120,7 +122,8 @@ class WorkerGroup:
         logger.error("%s", error)
         self.close()
         self.is_ready = False
-        self._supervisor.send(ProtocolViolation("worker", error.rank, self.epoch, str(error)))
+        index = self.first_index + error.rank
+        self._supervisor.send(ProtocolViolation("worker", index, self.epoch, str(error)))
 
     @property
     def workers(self) -> list[WorkerReady]:
@@ -233,17 +236,17 @@ class WorkerGroup:
                 f"speaks protocol {message.protocol_version}, the engine {PROTOCOL_VERSION}",
             )
         if message.epoch != self.epoch:
-            logger.warning("worker %d: dropped a message of epoch %d", rank, message.epoch)
+            logger.warning("rank %d: dropped a message of epoch %d", rank, message.epoch)
         elif isinstance(message, ModelRunnerOutput):
             self._num_answered[rank] += 1
             if message.error is None:
                 self._results[rank].append(message)
             else:  # the worker ends, and the supervisor reports its exit
                 logger.error(
-                    "worker %d failed in step %d: %s", rank, message.step, message.error.message
+                    "rank %d failed in step %d: %s", rank, message.step, message.error.message
                 )
         elif message.rank != rank:
-            raise WorkerFailedError(rank, f"calls itself worker {message.rank}")
+            raise WorkerFailedError(rank, f"calls itself rank {message.rank}")
         elif isinstance(message, KVConnectorReport):
             self._kv_reports.append(self._aggregator.aggregate(message.output))
         elif isinstance(message, ProfileReply):
@@ -278,11 +281,11 @@ class WorkerGroup:
             for rank, other in enumerate(others, 1):
                 if other.step != first.step:
                     raise WorkerFailedError(
-                        rank, f"answered out of step: {other.step}, and worker 0 {first.step}"
+                        rank, f"answered out of step: {other.step}, and rank 0 {first.step}"
                     )
                 if other.sampled_token_ids != first.sampled_token_ids:
                     raise WorkerFailedError(
-                        rank, f"has other tokens in step {first.step} than worker 0"
+                        rank, f"has other tokens in step {first.step} than rank 0"
                     )
                 if other.failed_mm_hashes:
                     failed = [*first.failed_mm_hashes, *other.failed_mm_hashes]
@@ -357,6 +360,6 @@ def _check_same_model(first: list[WorkerReady], workers: list[WorkerReady]) -> N
         for field in ("geometry", "vocab_size", "fingerprint"):
             if getattr(before, field) != getattr(now, field):
                 raise ModelError(
-                    f"worker {now.rank} came back with another {field.replace('_', ' ')}: "
+                    f"rank {now.rank} came back with another {field.replace('_', ' ')}: "
                     "the model was changed while it was served"
                 )

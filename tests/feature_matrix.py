@@ -20,8 +20,11 @@ from api_server.generation.request_builder import check_beams, check_grammar
 from api_server.protocol.completions import CompletionRequest
 from api_server.routes.sessions import _check_available
 from deploy import flags
+from deploy.daemons import check_reloads
+from deploy.supervisor.reload.reload import SEVERAL_ENGINES
 from engine_core.validation import RequestLimits, validate_request
 from proto.messages.engine_io import EngineCoreRequest
+from proto.messages.lifecycle import DaemonState
 from proto.messages.sampling_params import SamplingParams
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -33,6 +36,7 @@ FEATURES: Final = {
     "draft_model": "draft model or head",
     "adapters": "adapters (LoRA)",
     "ranks": "tensor and expert parallelism",
+    "replicas": "several engines (`--data-parallel-size`)",
     "host_kv": "KV in host memory",
     "stored_kv": "KV on a disk, in Redis, in a folder",
     "kv_events": "KV events",
@@ -187,6 +191,7 @@ INVARIANT: Final = (
 )
 ENCODER_SETTINGS: Final = "worker/test_encoders.py::test_settings_that_an_encoder_cannot_have"
 SIDE_BY_SIDE: Final = "e2e/test_reload.py::test_reload_side_by_side_keeps_streams"
+ENGINES: Final = "e2e/test_engines.py::test_engines_give_equal_answers"
 IMPORTS: Final = "architecture/test_imports.py::test_folder_imports_only_what_the_table_allows"
 
 NO_DRAFT_MESSAGE: Final = "--speculative-config: no drafts for this model: "
@@ -1369,6 +1374,42 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         Works(f"{IMAGES_WITH}::test_the_experts_of_image_tokens_are_those_of_transformers"),
     ),
     ("pooling", "encoders", Works("worker/test_encoders.py::test_embeddings_of_packed_texts")),
+    # ---- Several engines ----
+    (
+        "replicas",
+        "drafts draft_model kv_8_bits states transformers cpu invariant cascade async priority "
+        "experts images pooling encoders prompt_embeds prompt_logprobs",
+        Works(ENGINES, "an engine and its workers do not know that there are others"),
+    ),
+    (
+        "replicas",
+        "adapters agents sessions grammar beams choices",
+        Works(ENGINES, "all of a request is at one engine"),
+    ),
+    ("replicas", "ranks", Works("deploy/test_recovery.py::test_each_engine_has_epochs_of_its_own")),
+    (
+        "replicas",
+        "host_kv stored_kv",
+        Works(
+            "e2e/test_engines.py::test_an_engine_finds_at_its_start_what_another_one_has_stored",
+            "names of files and keys do not depend on the engine",
+        ),
+    ),
+    ("replicas", "kv_events", Works("e2e/test_engines.py::test_engines_publish_kv_events_apart")),
+    (
+        "replicas",
+        "cuda",
+        Works("worker/test_cuda_device.py::test_a_worker_uses_the_gpu_of_its_index"),
+    ),
+    (
+        "replicas",
+        "reload",
+        Refused(
+            SEVERAL_ENGINES,
+            "deploy/test_supervisor_engines.py::test_several_engines_are_not_reloaded",
+            lambda: check_reloads(DaemonState(pid=1, num_engines=2)),
+        ),
+    ),
 )
 
 

@@ -1,6 +1,6 @@
 """Which device a worker has: the only place that names devices.
 
-One from outside is a subclass of `Device`, constructed with (ServeConfig, rank).
+One from outside is a subclass of `Device`, constructed with (ServeConfig, index of the worker).
 """
 
 import torch
@@ -10,31 +10,31 @@ from proto.settings.config import PARTS, ServeConfig
 from worker.device import Device
 
 
-def create_device(config: ServeConfig, rank: int) -> Device:
-    """Return the device of the worker with this rank; "auto" means CUDA if torch finds a GPU.
+def create_device(config: ServeConfig, index: int) -> Device:
+    """Return the device of the worker with this index; "auto" means CUDA if torch finds a GPU.
 
     A CPU without compiled kernels computes in plain torch. The kernels of this process are held to
     --cpu-kernels from now on.
     Raises ConfigError for a device from outside that cannot be loaded, for --device cuda without a
     GPU, or with fewer GPUs than workers, and for kernels that cannot run here.
     """
-    setting, num_workers = config.device.device, config.parallel.tensor_parallel_size
+    setting, parallel = config.device.device, config.parallel
     if setting not in PARTS["device"][1]:
-        outside: Device = load_part("device", setting, "device", Device)(config, rank)
+        outside: Device = load_part("device", setting, "device", Device)(config, index)
         return outside
     if setting == "cuda" or (setting == "auto" and torch.cuda.is_available()):
         from worker.cuda.device import create_cuda_device
 
-        return create_cuda_device(config, rank)
+        return create_cuda_device(config, index)
     from worker.reference.device import ReferenceDevice
 
     if setting == "reference":
-        return ReferenceDevice(config.device, num_workers=num_workers)
+        return ReferenceDevice(config.device, parallel=parallel)
     from worker.cpu.device import CpuDevice
     from worker.cpu.kernels import KernelsUnavailableError, limit_kernels
 
     limit_kernels(config.device.cpu_kernels)
     try:
-        return CpuDevice(config.device, num_workers=num_workers)
+        return CpuDevice(config.device, parallel=parallel)
     except KernelsUnavailableError as reason:
-        return ReferenceDevice(config.device, num_workers=num_workers, reason=str(reason))
+        return ReferenceDevice(config.device, parallel=parallel, reason=str(reason))

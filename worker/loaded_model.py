@@ -232,7 +232,7 @@ def load(
     )
 
     def show_kernels(fraction: float) -> None:
-        report(Progress("worker", group.rank, "loading kernels", fraction))
+        report(Progress("loading kernels", fraction))
 
     device.load_kernels(config.device, prepared, whole, dtype, kv_dtype, show_kernels)
     if draft is not None:
@@ -247,7 +247,7 @@ def load(
         whole,
         dtype,
         device,
-        lambda fraction: report(Progress("worker", group.rank, "loading weights", fraction)),
+        lambda fraction: report(Progress("loading weights", fraction)),
         weight_format,
         group,
         targets,
@@ -261,7 +261,7 @@ def load(
     memory = (WeightFormatMemory(*item) for item in weight_format.memory.items())
     logger.info("weights: %s", describe_weights(memory))
     if notice := describe_dense_weights(weight_format):
-        report(Notice("worker", group.rank, notice))
+        report(Notice(notice))
     vision = None
     if pooler is None and prepared.vision is not None:
         vision = load_vision(prepared, dtype, device)
@@ -383,12 +383,12 @@ def _load_draft(
             model_spec(draft, config, device.head_dims),
             dtype,
             device,
-            lambda done: report(Progress("worker", group.rank, "loading draft model", done)),
+            lambda done: report(Progress("loading draft model", done)),
             weight_format,
             group,
         )
         if notice := describe_dense_weights(weight_format):
-            report(Notice("worker", group.rank, f"{draft.name}: {notice}"))
+            report(Notice(f"{draft.name}: {notice}"))
         kv_dtype = draft_kv_dtype(model.spec, config, dtype)
         layout, geometry = draft_cache(model.spec, kv_dtype)
         max_model_len = config.model.max_model_len or draft.max_position

@@ -25,17 +25,19 @@ class StepProfiler:
     """Records the steps between two calls of the engine, up to a number and a time.
 
     At these limits it stops recording; it writes the trace at the second call.
-    config: None refuses all calls. activities: what is recorded.
+    config: None refuses all calls. rank, index: of the worker. activities: what is recorded.
     """
 
     def __init__(
         self,
         config: ProfilerConfig | None,
         rank: int,
+        index: int,
         activities: Sequence[torch.profiler.ProfilerActivity],
     ) -> None:
         self._config = config
         self._rank = rank
+        self._index = index
         self._activities = activities
         self._profile: Any = None
         self._is_recording = False
@@ -139,7 +141,7 @@ class StepProfiler:
         profile, self._profile = self._profile, None
         if not self._num_recorded:
             return ""
-        path = config.path(f"worker-{self._rank}", "pt.trace.json.gz")
+        path = config.path(f"worker-{self._index}", "pt.trace.json.gz")
         with tempfile.TemporaryDirectory(dir=config.torch_profiler_dir, prefix=".") as workspace:
             plain, packed = (os.path.join(workspace, name) for name in ("trace.json", "trace.gz"))
             profile.export_chrome_trace(plain)  # its own compression takes twenty times as long

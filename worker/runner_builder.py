@@ -126,7 +126,7 @@ class RunnerBuilder:
         )
 
     def _show_captured(self, fraction: float) -> None:
-        self._report(Progress("worker", self._loaded.group.rank, "capturing graphs", fraction))
+        self._report(Progress("capturing graphs", fraction))
 
     def _create_drafter(self, message: InitializeCache, batch: InputBatch) -> Drafter | None:
         """Return the drafter for an engine, if there is a draft model."""

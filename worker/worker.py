@@ -152,7 +152,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     """Load the model, then serve one engine after the other until `Shutdown`."""
 
     def connect_engine(worker_epoch: int) -> Link:
-        path = worker_path(boot.run_dir, worker_epoch, boot.index)
+        path = worker_path(boot.run_dir, worker_epoch, boot.rank)
         return Link.connect(path, FromEngine)
 
     os.environ.setdefault(TORCH_FOLDER_VARIABLE, os.path.join(boot.run_dir, "torch"))
@@ -190,15 +190,14 @@ class Worker:
         size = config.parallel.tensor_parallel_size
         self._group = RankGroup() if size == 1 else self._create_group(size, device)
         self._rank_wait = RankWaitTimer()
-        # A worker that replaces a dead one tries to load: requests wait, and memory may return.
-        is_first = boot.worker_epoch == boot.generation
         self._loaded = load(
             config,
             boot.model,
             device,
             self._group,
             supervisor.send,
-            must_fit=is_first,
+            # A worker that replaces a dead one tries to load: requests wait, memory may return.
+            must_fit=not boot.replaces_dead,
             draft=boot.draft_model,
         )
         if device.runs_largest_step:
@@ -207,7 +206,7 @@ class Worker:
         if self._adapters is not None:
             self._poller.add(self._adapters.descriptor)
         self._profiler = StepProfiler(
-            config.trace.parsed_profiler(), boot.index, device.profiler_activities()
+            config.trace.parsed_profiler(), boot.rank, boot.index, device.profiler_activities()
         )
         self._runner_builder = RunnerBuilder(
             config,
@@ -222,7 +221,7 @@ class Worker:
         """Return the group of this daemon's `size` ranks, not yet joined."""
         return device.rank_group()(
             run_dir=self._boot.run_dir,
-            rank=self._boot.index,
+            rank=self._boot.rank,
             size=size,
             device=device.torch_device,
             on_long_wait=self._report_long_wait,
@@ -299,7 +298,7 @@ class Worker:
             )
 
     def _report_long_wait(self) -> None:
-        self._supervisor.send(WaitingForRanks(self._boot.index))
+        self._supervisor.send(WaitingForRanks(self._boot.rank))
 
     def _change_engine(self, epoch: int) -> None:
         """Drop rows, KV and steps of the old engine, and connect to the next one."""
@@ -354,7 +353,7 @@ class Worker:
         self._connector = ConnectorSteps(
             connector, self._epoch, self._group.rank, self._poller, self._engine.send
         )
-        self._engine.send(CacheReady(message.epoch, self._boot.index))
+        self._engine.send(CacheReady(message.epoch, self._boot.rank))
 
     def _change_adapters(self, message: LoadAdapter | DropAdapter) -> None:
         if self._adapters is None:
@@ -401,7 +400,7 @@ class Worker:
         except Exception as error:
             self._engine.send(
                 ModelRunnerOutput(
-                    step.epoch, step.step, [], [], error=describe(error, self._boot.index)
+                    step.epoch, step.step, [], [], error=describe(error, self._boot.rank)
                 )
             )
             raise
@@ -411,7 +410,7 @@ class Worker:
         return WorkerReady(
             protocol_version=PROTOCOL_VERSION,
             epoch=self._epoch,
-            rank=self._boot.index,
+            rank=self._boot.rank,
             geometry=loaded.geometry,
             kv_cache_bytes=self._runner_builder.kv_cache_bytes,
             vocab_size=loaded.model.spec.vocab_size,

@@ -130,7 +130,7 @@ class ServedAdapters:
             check_lora_name(name)
         except ValueError:
             return
-        await self._client.call_admin("get_pause")  # lists that were sent before have arrived
+        await self._client.wait_for_lists()
         known = self._client.adapters.by_name
         if name in known or self._folder is None or not _is_plain(name):
             return

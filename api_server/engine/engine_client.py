@@ -1,11 +1,13 @@
-"""The client of the engine: send requests, route outputs to streams, survive an engine's death.
+"""The client of the engines: send requests, route outputs to streams, survive an engine's death.
 
 `EngineConnection` is the connection to the engine of one epoch, `EngineClient` sends each request
-over one of them. Start reading at `EngineClient.submit` and `EngineClient.handle_message`. Runs on
-the event loop only and knows nothing of HTTP.
+over one of them, which `Router` chooses. Start reading at `EngineClient.submit` and
+`EngineClient.handle_message`. Runs on the event loop only and knows nothing of HTTP.
 
-    engine of epoch 1 ─ dies ─▶ no engine: requests wait, aborts ─▶ engine of epoch 2
-                                remove them                         gets all open requests
+    engine 0 ─ dies ─▶ its open requests go to engines 1 … N - 1 at once; if none of them
+                       is ready they wait, aborts remove them ─▶ the next engine 0 gets them
+
+    the workers of engine 0 die: the same, and until they are ready it gets no requests
 
     a reload    engine of epoch 2 ── its open requests ────────▶ the last one finishes, or the
                 engine of epoch 3 ── all new requests ─────────▶ engine dies and 3 gets the rest
@@ -15,18 +17,25 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from api_server.engine.async_link import SupervisorLink
 from api_server.engine.open_request import NO_ENGINE, OpenRequest, OutputStream
+from api_server.engine.router import EngineLoad, RoutedRequest, Router
 from api_server.errors import NotAvailableError
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metrics import Metrics
 from proto import PROTOCOL_VERSION
 from proto.codec import Message, changed
-from proto.errors import InternalRequestError, OverloadedError, ProtocolError, RequestError
+from proto.errors import (
+    InternalRequestError,
+    InvalidRequestError,
+    OverloadedError,
+    ProtocolError,
+    RequestError,
+)
 from proto.messages.engine_io import (
     Abort,
     AdminCall,
@@ -58,6 +67,10 @@ FLUSH_SECONDS: Final = 0.01
 """Interval of attempts to send to an engine whose receive buffer is full."""
 DEADLINE_CHECK_SECONDS = 0.1
 """Interval of the deadline checks while no engine is connected."""
+LOAD_SECONDS: Final = 0.02
+"""Least time between two looks at the statistics that other front ends have received."""
+CRASHES_TO_RUN_ALONE: Final = 2
+"""Engines that may have died of a request, after which it runs where no other request does."""
 MAX_WAITING = 4096
 """Most requests that wait for an engine that is being restarted."""
 
@@ -102,13 +115,16 @@ class EngineConnection:
     """The connection of an `EngineClient` to the engine of one epoch, on the event loop.
 
     Never blocks: the link queues what is sent, and its descriptor wakes the event loop.
-    engine: its properties; None before it is ready. adapters: by name; None before it sent them.
+    index: of the engine. engine: its properties; None before it is ready. adapters: by name; None
+    before it sent them. is_watched: it sends views.
     """
 
-    def __init__(self, client: "EngineClient", link: Link, epoch: int) -> None:
+    def __init__(self, client: "EngineClient", link: Link, epoch: int, index: int) -> None:
         self._client = client
         self._link = link
         self.epoch = epoch
+        self.index = index
+        self.is_watched = False
         self.engine: EngineReady | None = None
         self.adapters: AdapterTable | None = None
         self._version_error: ProtocolError | None = None
@@ -190,63 +206,118 @@ class EngineConnection:
                 )
                 return
             self.engine = message
-        self._client.handle_message(self.epoch, message)
+        self._client.handle_message(self, message)
+
+
+Call = TypeVar("Call", bound=AdminCall | AdapterCall)
+Reply = TypeVar("Reply", bound=AdminReply | AdapterReply)
+
+
+class CallToEngines(Generic[Call, Reply]):
+    """A call to several engines, and their replies.
+
+    replies: by engine. missing: engines that have not replied; one that dies gets the call again.
+    """
+
+    def __init__(self, call: Call, engines: Collection[int]) -> None:
+        self.call = call
+        self.missing = set(engines)
+        self.replies: dict[int, Reply] = {}
+        self.done: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+
+    def note_reply(self, engine: int, reply: Reply) -> None:
+        """Note the reply of an engine; the last one completes the call."""
+        if engine in self.missing and not self.done.done():
+            self.missing.discard(engine)
+            self.replies[engine] = reply
+            if not self.missing:
+                self.done.set_result([self.replies[index] for index in sorted(self.replies)])
+
+    def skip(self, engine: int) -> None:
+        """Wait for this engine no longer, unless only engines that rest were asked."""
+        if engine in self.missing and (self.replies or len(self.missing) > 1):
+            self.missing.discard(engine)
+            if not self.missing and not self.done.done():
+                self.done.set_result([self.replies[index] for index in sorted(self.replies)])
+
+    def fail(self, error: RequestError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 class EngineClient:
-    """Sends requests to the current engine and routes the outputs of all engines to their streams.
+    """Sends requests to the engines and routes the outputs of all engines to their streams.
 
-    link: to the engine of `epoch`; receives `FromEngine`. request_ids: source of the engine's
-    request ids. crashes_until_isolated: as in the settings of the scheduler. live_view: gets the
-    views of the current engine. supervisor: is notified of an engine that sends garbage.
+    connections: a link to each engine, by index, with its epoch; it receives `FromEngine`.
+    request_ids: source of the engines' request ids. crashes_until_isolated: as in the settings of
+    the scheduler. live_view: gets the views of engines. supervisor: is notified of an engine that
+    sends garbage.
 
-    adapters: of the current engine by name, in the order of loading; while it is restarted, those
-    of the last one.
+    adapters: by name, in the order of loading; while no engine is ready, those of the last one.
     """
 
     def __init__(
         self,
-        link: Link,
-        epoch: int,
+        connections: Sequence[tuple[Link, int]],
         request_ids: Iterator[int],
         metrics: Metrics,
         crashes_until_isolated: int,
         live_view: LiveViewPublisher,
         supervisor: SupervisorLink,
     ) -> None:
-        self._crashes_until_isolated = crashes_until_isolated
+        several = len(connections) > 1
+        self._crashes_until_isolated = (
+            min(crashes_until_isolated, CRASHES_TO_RUN_ALONE) if several else crashes_until_isolated
+        )
+        self._crashes_of_engine = crashes_until_isolated
         self._request_ids = request_ids
         self._metrics = metrics
         self._live_view = live_view
         self._supervisor = supervisor
         self._open: dict[int, OpenRequest] = {}
-        self._admin_calls: dict[int, tuple[AdminCall, asyncio.Future[AdminReply]]] = {}
-        self._num_admin_calls = 0
-        self._adapter_calls: dict[int, tuple[AdapterCall, asyncio.Future[AdapterReply]]] = {}
+        self._admin_calls: dict[int, CallToEngines[AdminCall, AdminReply]] = {}
+        self._adapter_calls: dict[int, CallToEngines[AdapterCall, AdapterReply]] = {}
+        self._num_calls = 0
         self.adapters = AdapterTable()
+        self._properties: dict[int, EngineReady] = {}
         self._engine: EngineReady | None = None
-        self._closed = False
-        self._receives_views = False
+        self._closed = self._checks_deadlines = False
         self._loop = asyncio.get_running_loop()
+        self._router = Router(len(connections), time.monotonic)
         self._connections: dict[int, EngineConnection] = {}
         self._unmovable_epochs: set[int] = set()
-        self._current = self.connect(link, epoch)
+        self._reported_missing: set[int] = set()
+        self._restarted: set[int] = set()
+        self._resting: set[int] = set()
+        self._suspects: set[int] = set()  # open requests that run alone, of one engine
+        self._suspects_wait = False
+        self._loads_read_at = 0.0
+        self._current = [
+            self.connect(link, epoch, index) for index, (link, epoch) in enumerate(connections)
+        ]
 
     @property
     def epoch(self) -> int:
-        return self._current.epoch
+        """Epoch of engine 0; the only one of a daemon that can be reloaded."""
+        return self._current[0].epoch
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._current)
 
     def update_view_subscription(self) -> None:
-        """Have the current engine send views exactly while the live view has subscribers."""
-        wanted = self._live_view.has_subscribers
-        if self._current.ready and not self._closed and wanted != self._receives_views:
-            self._receives_views = wanted
-            self._current.send(Watch(self.epoch, wanted))
+        """Have exactly those engines send views whose views have subscribers."""
+        for connection in self._current:
+            wanted = self._live_view.has_subscribers(connection.index)
+            if connection.ready and not self._closed and wanted != connection.is_watched:
+                connection.is_watched = wanted
+                connection.send(Watch(connection.epoch, wanted))
 
     @property
     def engine(self) -> EngineReady:
-        """The properties of the engine; while it is restarted, those of the last one.
+        """The properties that all engines have; while one is restarted, of the last one.
 
+        Limits of a request are the lowest of any engine, limits of queues the sum of all.
         Raises NotAvailableError before the first engine is ready and after `close`.
         """
         if self._closed:
@@ -255,44 +326,73 @@ class EngineClient:
             raise NotAvailableError("the server is starting")
         return self._engine
 
+    def properties_of(self, engine: int) -> EngineReady:
+        """Return the properties of an engine, those of another one if it was never ready."""
+        return self._properties.get(engine, self.engine)
+
     @property
     def connected(self) -> bool:
-        return self._current.ready
+        """Whether an engine takes requests."""
+        return any(connection.ready for connection in self._current)
+
+    @property
+    def missing_engines(self) -> list[int]:
+        """Engines that take no requests now: they, or their workers, are restarted or hang."""
+        return [each.index for each in self._current if not self._takes_requests(each)]
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def num_waiting(self) -> int:
+        """Open requests that no engine has."""
+        return sum(request.sent_to == NO_ENGINE for request in self._open.values())
+
     async def wait_ready(self) -> EngineReady:
-        """Return when the engine accepts requests; raises ProtocolError for another version."""
-        while not self._current.ready:
-            await self._current.wait_ready_or_closed()  # closed: the next engine replaces it
-            if self._closed:
-                break
+        """Return when an engine accepts requests; raises ProtocolError for another version."""
+        while not self.connected and not self._closed:
+            waits = [asyncio.create_task(each.wait_ready_or_closed()) for each in self._current]
+            done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in others:
+                task.cancel()
+            for task in done:
+                task.result()  # closed: the next engine replaces it
         return self.engine
 
     def next_request_id(self) -> int:
         return next(self._request_ids)
 
-    def submit(self, request: EngineCoreRequest, stream: OutputStream) -> None:
-        """Send a request to the engine of its epoch, or keep it until an engine is ready.
+    def submit(
+        self, request: EngineCoreRequest, stream: OutputStream, engine: int | None = None
+    ) -> None:
+        """Send a request to an engine, or keep it until one is ready.
 
-        `stream` gets all outputs. If the engine of its epoch is gone, the current one gets the
-        request. Raises OverloadedError when the engine does not keep up, and InternalRequestError
-        if token ids have another meaning for the current engine.
+        `stream` gets all outputs. engine: the one that the client wants, by index; None for any.
+        After a reload, a request with the epoch of the old engine goes to that, if it still runs.
+        Raises OverloadedError when no engine keeps up, NotAvailableError when the wanted one is
+        missing, InvalidRequestError when there is none of that index, and InternalRequestError if
+        token ids have another meaning for the current engine.
         """
         _ = self.engine
         if request.epoch in self._unmovable_epochs:
             raise InternalRequestError("the engine of this request died")
         open_request = OpenRequest(request, stream)
-        connection = self._connections.get(request.epoch, self._current)
-        if connection.ready:
-            _send_unless_stalled(connection, open_request.message(connection.epoch))
-            open_request.sent_to = connection.epoch
+        wanted = None if engine is None else self._wanted(engine)
+        if self._is_old(request.epoch):
+            connection: EngineConnection | None = self._connections[request.epoch]
+        else:
+            connection = wanted or self._route(open_request)
+        if connection is not None and connection.ready:
+            if connection.stalled:
+                raise OverloadedError("the engine does not keep up")
+            self._send_request(open_request, connection)
         elif len(self._open) >= MAX_WAITING:
             self._metrics.count_rejection("restart")
             raise OverloadedError("the engine is being restarted and too many requests wait")
         self._open[request.request_id] = open_request
+        if open_request.sent_to == NO_ENGINE:
+            self._check_deadlines()
 
     def send_input(self, message: SessionInput) -> None:
         """Send the next part of the input of an accepted session, unless the session has ended.
@@ -302,58 +402,114 @@ class EngineClient:
         session = self._open.get(message.request_id)
         connection = None if session is None else self._connections.get(session.sent_to)
         if connection is not None:
-            _send_unless_stalled(connection, changed(message, epoch=connection.epoch))
+            if connection.stalled:
+                raise OverloadedError("the engine does not keep up")
+            connection.send(changed(message, epoch=connection.epoch))
 
     def abort_request(self, stream: OutputStream) -> None:
         """Remove a request and send an Abort to its engine; does nothing if it is not open."""
-        open_request = self._open.pop(stream.request_id, None)
+        open_request = self._remove_request(stream.request_id)
         if open_request is not None:
             self._send_abort(open_request, "disconnect", None)
 
     async def call_admin(self, name: AdminName, **parameters: Any) -> AdminReply:
-        """Send an `AdminCall` with these parameters to the engine, and return its reply."""
-        _ = self.engine
-        self._num_admin_calls += 1
-        reply: asyncio.Future[AdminReply] = self._loop.create_future()
-        call = AdminCall(self.epoch, self._num_admin_calls, name, **parameters)
-        self._admin_calls[self._num_admin_calls] = call, reply
-        if self._current.ready:
-            self._current.send(call)
-        return await reply
+        """Send an `AdminCall` with these parameters to all engines, and join their replies."""
+        if name == "reset_prefix_cache":
+            for connection in self._current:
+                self._router.forget_prefixes(connection.index)
+        replies = await self._ask_all(self._admin_calls, AdminCall(0, 0, name, **parameters))
+        return _joined(name, replies)
+
+    async def wait_for_lists(self) -> None:
+        """Return when lists of adapters that engines have sent before have arrived."""
+        ready = [connection.index for connection in self._current if connection.ready]
+        await self._ask_all(self._admin_calls, AdminCall(0, 0, "get_pause"), ready)
 
     async def call_adapters(self, call: AdapterCall) -> AdapterReply:
-        """Send a call about adapters to the engine, and return its reply.
+        """Send a call about adapters to all engines; return a refusal, or the first reply.
 
         An engine that replaces a dead one gets it again. Sets epoch and call_id.
         """
-        _ = self.engine
-        self._num_admin_calls += 1
-        call = changed(call, epoch=self.epoch, call_id=self._num_admin_calls)
-        reply: asyncio.Future[AdapterReply] = self._loop.create_future()
-        self._adapter_calls[call.call_id] = call, reply
-        if self._current.ready:
-            self._current.send(call)
-        return await reply
+        replies = await self._ask_all(self._adapter_calls, call)
+        return next((reply for reply in replies if reply.status != 200), replies[0])
 
-    def reconnect(self, link: Link, epoch: int, *, died: bool = True) -> None:
-        """Replace the current engine, which is gone; the new one gets all open requests.
+    def reconnect(self, link: Link, epoch: int, engine: int = 0, *, died: bool = True) -> None:
+        """Connect to the engine that replaces one which is gone.
 
+        Open requests of that go to other engines at once, or to the new one when it is ready.
         died: the old engine crashed, so its requests may be the reason.
         """
         if self._closed:
             link.close()
             return
-        old, self._current = self._current, self.connect(link, epoch)
+        old, self._current[engine] = self._current[engine], self.connect(link, epoch, engine)
+        self._router.note_down(engine)
         self._lose_engine(old.epoch, died)
-        self._check_deadlines(epoch)
+        self._send_waiting_requests()
+        self._check_deadlines()
+
+    def note_missing(
+        self,
+        missing: Collection[int],
+        restarted: Collection[int],
+        resting: Collection[int] = (),
+    ) -> None:
+        """Note which engines take no requests now, as the supervisor knows.
+
+        missing: they, or their workers, have ended or hang. restarted: those of them that have
+        ended; their open requests move if another engine is ready. resting: those of these that no
+        call waits for.
+        """
+        self._resting = set(resting)
+        for engine in resting:
+            for call in self._admin_calls.values():
+                call.skip(engine)
+            for adapter_call in self._adapter_calls.values():
+                adapter_call.skip(engine)
+        came_back = self._reported_missing.difference(missing)
+        died = set(restarted) - self._restarted
+        self._reported_missing, self._restarted = set(missing), set(restarted)
+        for engine in died:
+            self._leave_engine(self._current[engine], died=True)
+        if came_back:
+            self._send_waiting_requests()
+
+    def note_restarted_workers(self, engine: int) -> None:
+        """Note that the workers of an engine have died, before the supervisor's report says so."""
+        self._reported_missing.add(engine)
+        self._restarted.add(engine)
+        self._leave_engine(self._current[engine], died=True)
+
+    def _leave_engine(self, connection: EngineConnection, *, died: bool) -> None:
+        """Move the open requests of an engine that computes nothing, if another one is ready.
+
+        Sessions with input in parts stay, because their engine may compute them again.
+        """
+        if self._closed or not connection.ready:
+            return
+        if not any(map(self._takes_requests, self._current)):
+            return
+        connection.exchange_messages()
+        index, properties = connection.index, self._properties[connection.index]
+        self._router.note_up(index, properties.block_size, properties.num_blocks)
+        moved = [
+            request
+            for request in self._open.values()
+            if request.sent_to == connection.epoch and not request.request.resumable
+        ]
+        for request in moved:
+            self._send_abort(request, "disconnect", None)
+        self._move_requests(moved, died=died)
+        self._send_waiting_requests()
+        self._check_deadlines()
 
     def switch(self, epoch: int) -> None:
         """Make the engine of this epoch the current one; open requests stay with the old one."""
-        if self._receives_views and self._current.ready:
-            self._current.send(Watch(self.epoch, False))
-        self._current = self._connections[epoch]
-        if self.connected:
-            self._on_engine_ready()
+        old, self._current[0] = self._current[0], self._connections[epoch]
+        if old.is_watched and old.ready:
+            old.send(Watch(old.epoch, False))
+        if self._current[0].ready:
+            self._on_engine_ready(self._current[0])
         else:
             self.report_garbage(epoch)
 
@@ -383,109 +539,240 @@ class EngineClient:
         for request in list(self._open.values()):
             request.stream.fail(error)
         self._live_view.close()
-        for _, reply in self._admin_calls.values():
-            if not reply.done():
-                reply.set_exception(error)
-        for _, adapter_reply in self._adapter_calls.values():
-            if not adapter_reply.done():
-                adapter_reply.set_exception(error)
+        for admin_call in self._admin_calls.values():
+            admin_call.fail(error)
+        for adapter_call in self._adapter_calls.values():
+            adapter_call.fail(error)
         self._open.clear()
         for connection in self._connections.values():
             connection.close()
 
-    def handle_message(self, epoch: int, message: FromEngine) -> None:
-        """Process a message of the engine of an epoch."""
+    def handle_message(self, connection: EngineConnection, message: FromEngine) -> None:
+        """Process a message of an engine."""
         if self._closed:
             return
+        is_current = self._is_current(connection)
         if isinstance(message, EngineCoreOutputs):
-            self._process_outputs(message)
+            self._process_outputs(connection, message)
         elif isinstance(message, EngineReady):
-            if epoch == self.epoch:
-                self._on_engine_ready()
+            if is_current:
+                self._on_engine_ready(connection)
         elif isinstance(message, EngineView):
-            if epoch == self.epoch:
-                self._live_view.publish_view(message)
+            if is_current:
+                self._live_view.publish_view(connection.index, message)
                 self.update_view_subscription()  # a subscriber that does not read was dropped
         elif isinstance(message, AdapterList):
-            connection = self._connections[epoch]
             if connection.adapters is None:
                 connection.adapters = AdapterTable()
             connection.adapters.update(message)
-            if epoch == self.epoch:
-                self.adapters = connection.adapters
+            self._choose_adapters()
         elif isinstance(message, AdapterUsage):
-            if epoch == self.epoch:
-                self._metrics.adapter_usage = message
+            if is_current:
+                self._metrics.note_adapter_usage(connection.index, message)
         elif isinstance(message, AdapterReply):
-            _, adapter_reply = self._adapter_calls.pop(message.call_id, (None, None))
-            if adapter_reply is not None and not adapter_reply.done():
-                adapter_reply.set_result(message)
+            _note_reply(self._adapter_calls, connection.index, message)
         else:
-            _, reply = self._admin_calls.pop(message.call_id, (None, None))
-            if reply is not None and not reply.done():
-                reply.set_result(message)
+            _note_reply(self._admin_calls, connection.index, message)
 
     def report_garbage(self, epoch: int) -> None:
         """Report an engine that sent an undecodable message to the supervisor, which kills it.
 
-        Its requests wait for the next engine. For an engine that is not the current one yet, the
+        Its requests wait for the next engine. For an engine that is not a current one yet, the
         report waits until `switch`.
         """
-        if epoch <= self.epoch:
+        connection = self._connections[epoch]
+        if self._is_current(connection) or epoch < self.epoch:
             reason = "it sent an undecodable message"
-            self._supervisor.send(ProtocolViolation("engine_core", 0, epoch, reason))
+            self._supervisor.send(ProtocolViolation("engine_core", connection.index, epoch, reason))
 
-    def connect(self, link: Link, epoch: int) -> EngineConnection:
-        """Connect to an engine, the current one after `switch`, and return the connection."""
-        connection = EngineConnection(self, link, epoch)
+    def connect(self, link: Link, epoch: int, engine: int = 0) -> EngineConnection:
+        """Connect to an engine, a current one after `switch`, and return the connection."""
+        connection = EngineConnection(self, link, epoch, engine)
         self._connections[epoch] = connection
-        self._metrics.add_engine(epoch)
+        self._metrics.add_engine(epoch, engine)
         return connection
 
-    def _on_engine_ready(self) -> None:
-        """Note the current engine's properties, and send it everything that waited for it."""
-        engine = self._engine = self._current.engine
-        assert engine is not None, "it is ready"
-        self._metrics.set_engine_info(engine)
-        if self._current.adapters is not None:
-            self.adapters = self._current.adapters
-        for call, _ in self._admin_calls.values():
-            self._current.send(changed(call, epoch=self.epoch))
-        for adapter_call, _ in self._adapter_calls.values():
-            self._current.send(changed(adapter_call, epoch=self.epoch, resent=True))
-        self._live_view.on_engine_ready(engine)
-        self._receives_views = False  # until this engine is asked
+    # Which engine
+
+    def _is_current(self, connection: EngineConnection) -> bool:
+        return self._current[connection.index] is connection
+
+    def _is_old(self, epoch: int) -> bool:
+        """Return whether an engine runs that a reload has replaced."""
+        connection = self._connections.get(epoch)
+        return connection is not None and not self._is_current(connection)
+
+    def _takes_requests(self, connection: EngineConnection) -> bool:
+        return connection.ready and connection.index not in self._reported_missing
+
+    def _wanted(self, engine: int) -> EngineConnection:
+        """Return the connection to the engine that a client wants; see `submit` for errors."""
+        if engine >= self.num_engines:
+            raise InvalidRequestError(
+                f"data_parallel_rank {engine} does not exist: there are engines 0 to "
+                f"{self.num_engines - 1}",
+                "data_parallel_rank",
+            )
+        connection = self._current[engine]
+        if not self._takes_requests(connection) and self.num_engines > 1:
+            raise NotAvailableError(f"engine {engine} is being restarted")
+        return connection
+
+    def _route(self, request: OpenRequest) -> EngineConnection | None:
+        """Return the connection to the engine that should get a request; None if none is ready.
+
+        An engine that runs suspects of crashes gets no other requests, as long as others are ready.
+        """
+        ready = list(filter(self._takes_requests, self._current))
+        ready = ready or [each for each in self._current if each.ready]
+        ready = [each for each in ready if not each.stalled] or ready
+        if self._suspects:
+            isolated = self._isolated_engine()
+            ready = [each for each in ready if each.index != isolated] or ready
+        if len(ready) < 2:
+            return ready[0] if ready else None
+        self._read_loads()
+        routed = self._described(request)
+        return self._current[self._router.choose(routed, [each.index for each in ready])]
+
+    def _described(self, request: OpenRequest) -> RoutedRequest:
+        if request.routed is None:
+            request.routed = self._router.describe(request.request)
+        return request.routed
+
+    def _isolated_engine(self) -> int | None:
+        """Return the engine that runs suspects of crashes, if one does."""
+        for request_id in self._suspects:
+            connection = self._connections.get(self._open[request_id].sent_to)
+            if connection is not None:
+                return connection.index
+        return None
+
+    def _route_suspect(self) -> EngineConnection | None:
+        """Return the connection to an engine where suspects disturb no other request.
+
+        None if there is none now; one comes when the engine is back that died of them.
+        """
+        isolated = self._isolated_engine()
+        ready = list(filter(self._takes_requests, self._current))
+        if isolated is not None:
+            return next((each for each in ready if each.index == isolated), None)
+        used = {request.sent_to for request in self._open.values()}
+        idle = [each for each in ready if each.epoch not in used]
+        others_wait = any(
+            request.sent_to == NO_ENGINE and not self._is_suspect(request)
+            for request in self._open.values()
+        )
+        return idle[0] if idle and (len(ready) > 1 or not others_wait) else None
+
+    def _is_suspect(self, request: OpenRequest) -> bool:
+        return self.num_engines > 1 and request.crash_count >= self._crashes_until_isolated
+
+    def _read_loads(self) -> None:
+        """Give the router the statistics that any front end has received."""
+        now = time.monotonic()
+        if now < self._loads_read_at + LOAD_SECONDS:
+            return
+        self._loads_read_at = now
+        for values in self._metrics.latest_engine_gauges():
+            if values.epoch == self._current[values.engine].epoch:
+                load = EngineLoad(
+                    int(values.gauges["num_running"]),
+                    int(values.gauges["num_waiting"]),
+                    int(values.gauges["num_queued_tokens"]),
+                    values.gauges["kv_cache_usage"],
+                    values.timestamp,
+                )
+                self._router.note_load(values.engine, load)
+
+    # Engines come and go
+
+    def _on_engine_ready(self, connection: EngineConnection) -> None:
+        """Note a current engine's properties, and send it everything that waited for it."""
+        self._note_ready(connection)
+        self._choose_adapters()
+        index, epoch = connection.index, connection.epoch
+        for call in self._admin_calls.values():
+            if index in call.missing:
+                connection.send(changed(call.call, epoch=epoch))
+        for adapter_call in self._adapter_calls.values():
+            if index in adapter_call.missing:
+                connection.send(changed(adapter_call.call, epoch=epoch, resent=True))
+        connection.is_watched = False  # until this engine is asked
         self.update_view_subscription()
+        for other in self._restarted - {index}:  # no engine was ready when they ended
+            self._leave_engine(self._current[other], died=False)
         self._send_waiting_requests()
 
-    def _send_waiting_requests(self) -> None:
-        """Send the requests that no engine has to the current one, as fast as it accepts them.
+    def _note_ready(self, connection: EngineConnection) -> None:
+        engine = connection.engine
+        assert engine is not None, "it is ready"
+        index = connection.index
+        self._properties[index] = engine
+        self._engine = _common_properties([*self._properties.values()])
+        self._router.note_up(index, engine.block_size, engine.num_blocks)
+        self._metrics.set_engine_info(index, engine)
+        self._live_view.on_engine_ready(index, engine)
 
-        Suspects go first, so that no other request runs when the engine computes them.
+    def _choose_adapters(self) -> None:
+        """Serve the adapters of the first engine that has sent its list."""
+        for connection in self._current:
+            if connection.adapters is not None:
+                self.adapters = connection.adapters
+                return
+
+    def _send_request(self, request: OpenRequest, connection: EngineConnection) -> None:
+        request.sent_to = connection.epoch
+        message = request.message(connection.epoch)
+        if self._is_suspect(request):  # the engine isolates it from the other suspects, too
+            crash_count = max(request.crash_count, self._crashes_of_engine)
+            message = changed(message, crash_count=crash_count)
+            self._suspects.add(request.request.request_id)
+        connection.send(message)
+        if self._is_current(connection):
+            request.stream.note_engine(connection.index)
+            self._router.note_sent(self._described(request), connection.index)
+
+    def _send_waiting_requests(self) -> None:
+        """Send the requests that no engine has to ready ones, as fast as these accept them.
+
+        Suspects go first, so that no other request runs when an engine computes them.
         """
-        if self._closed or not self._current.ready:
+        if self._closed or not self.connected:
             return
+        self._suspects_wait = False
         waiting = [request for request in self._open.values() if request.sent_to == NO_ENGINE]
         for request in sorted(waiting, key=lambda request: -request.crash_count):
-            if self._current.stalled:
+            is_suspect = self._is_suspect(request)
+            connection = self._route_suspect() if is_suspect else self._route(request)
+            if connection is None:
+                self._suspects_wait = self._suspects_wait or is_suspect
+                continue
+            if connection.stalled:
                 self._loop.call_later(FLUSH_SECONDS, self._send_waiting_requests)
                 return
-            request.sent_to = self.epoch
-            self._current.send(request.message(self.epoch))
+            self._send_request(request, connection)
 
-    def _check_deadlines(self, epoch: int) -> None:
-        """End requests whose deadline has passed, until the engine of an epoch is connected."""
-        if self._closed or self._current.ready or epoch != self.epoch:
+    def _check_deadlines(self) -> None:
+        """End requests whose deadline has passed, as long as some wait for an engine."""
+        if not self._checks_deadlines:
+            self._checks_deadlines = True
+            self._loop.call_soon(self._continue_deadline_checks)
+
+    def _continue_deadline_checks(self) -> None:
+        waiting = [
+            request for request in self._open.values() if request.sent_to not in self._connections
+        ]
+        if self._closed or (self.connected and not waiting):
+            self._checks_deadlines = False
             return
         now = time.monotonic()
-        for request in list(self._open.values()):
-            if request.sent_to in self._connections:
-                continue  # the engine that has it checks its deadlines
+        for request in waiting:  # of others the engine checks the deadlines
             try:
                 request.check_deadlines(now)
             except RequestError as error:
                 self._fail_request(request.stream, error)
-        self._loop.call_later(DEADLINE_CHECK_SECONDS, self._check_deadlines, epoch)
+        self._loop.call_later(DEADLINE_CHECK_SECONDS, self._continue_deadline_checks)
 
     def _lose_engine(self, epoch: int, died: bool) -> None:
         """Close the connection of an engine that is gone; its open requests wait for another."""
@@ -497,34 +784,65 @@ class EngineClient:
         lost = [
             request for request in self._open.values() if request.sent_to not in self._connections
         ]
-        any_started = any(request.started for request in lost)
         for request in lost:
+            if request.request.resumable:
+                self._remove_request(request.request.request_id)
+                request.stream.fail(InternalRequestError("the session ended with its engine"))
+        self._move_requests([each for each in lost if not each.request.resumable], died=died)
+
+    def _move_requests(self, requests: Sequence[OpenRequest], *, died: bool) -> None:
+        """Take requests from their engine. died: it, or its workers, maybe because of them.
+
+        Of several engines, at most CRASHES_TO_RUN_ALONE die with other requests because of one; if
+        it crashes one more, where it runs alone, it is ended.
+        """
+        any_started = any(request.started for request in requests)
+        for request in requests:
+            was_alone = request.alone
+            self._suspects.discard(request.request.request_id)
+            self._router.note_finished(request.request.request_id)
             request.lose_engine(
                 self._crashes_until_isolated if died else None, others_started=any_started
             )
-            if request.request.resumable:
-                del self._open[request.request.request_id]
-                request.stream.fail(InternalRequestError("the session ended with its engine"))
+            if was_alone and self._is_suspect(request) and died:
+                text = (
+                    f"the server crashed {request.crash_count} times while it computed this "
+                    "request, at last with no other request running; it is not tried again"
+                )
+                self._fail_request(request.stream, InternalRequestError(text))
 
-    def _process_outputs(self, message: EngineCoreOutputs) -> None:
+    # Outputs
+
+    def _process_outputs(self, connection: EngineConnection, message: EngineCoreOutputs) -> None:
         if message.stats is not None:
-            self._metrics.record_scheduler_stats(message.stats, message.epoch, message.timestamp)
+            self._metrics.record_scheduler_stats(
+                message.stats, connection.epoch, message.timestamp, connection.index
+            )
+        if self._is_current(connection):
+            self._router.note_step(connection.index)
+            if message.stats is not None and message.stats.kv_tiers:
+                self._router.note_tiers(connection.index, message.stats.kv_tiers)
         for request_id in message.accepted:
-            request = self._open.get(request_id)
+            request = self._request_of(connection, request_id)
             if request is not None:
                 request.accept()
         for request_id in message.alone:
-            request = self._open.get(request_id)
+            request = self._request_of(connection, request_id)
             if request is not None:
                 request.alone = True
         for progress in message.progress:
-            request = self._open.get(progress.request_id)
+            request = self._request_of(connection, progress.request_id)
             if request is not None:
                 request.record_progress(progress)
         for output in message.outputs:
-            request = self._open.get(output.request_id)
+            request = self._request_of(connection, output.request_id)
             if request is not None:
                 self._process_output(request, output, message.timestamp)
+
+    def _request_of(self, connection: EngineConnection, request_id: int) -> OpenRequest | None:
+        """Return the open request of an engine's message; None if another engine has it."""
+        request = self._open.get(request_id)
+        return request if request is not None and request.sent_to == connection.epoch else None
 
     def _process_output(
         self, request: OpenRequest, output: EngineCoreOutput, timestamp: float
@@ -540,15 +858,28 @@ class EngineClient:
             logger.exception("request %d failed", stream.request_id)
             self._fail_request(stream, InternalRequestError("internal error"))
             return
+        if output.new_token_ids:
+            self._router.note_token(stream.request_id)
+            self._suspects.discard(stream.request_id)
         if stream.error is not None and stream.num_choices > 1:
             self._send_abort(request, "disconnect", None)  # the choices that still run
         elif engine_goes_on:
             self._send_abort(request, "stop_string", output.choice)
         if stream.finished:
-            self._open.pop(stream.request_id, None)
+            self._remove_request(stream.request_id)
             if request.request.agent is not None and stream.ended_well:
                 # after the response has written the last chunk
                 self._loop.call_soon(self._send_turn_ended, request)
+
+    def _remove_request(self, request_id: int) -> OpenRequest | None:
+        """Remove a request that has ended, and return it; None if it is not open."""
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self._suspects.discard(request_id)
+            self._router.note_finished(request_id)
+            if self._suspects_wait:  # an engine may be idle now
+                self._loop.call_soon(self._send_waiting_requests)
+        return request
 
     def _send_turn_ended(self, request: OpenRequest) -> None:
         """Report the tool call of a finished turn to the engine that computed it, if it runs."""
@@ -572,10 +903,66 @@ class EngineClient:
             return  # no engine has the request
         connection.send(Abort(connection.epoch, request.request.request_id, reason, choice))
 
+    # Calls to all engines
 
-def _send_unless_stalled(
-    connection: EngineConnection, message: EngineCoreRequest | SessionInput
-) -> None:
-    if connection.stalled:
-        raise OverloadedError("the engine does not keep up")
-    connection.send(message)
+    async def _ask_all(
+        self,
+        calls: dict[int, CallToEngines[Call, Reply]],
+        call: Call,
+        engines: Sequence[int] | None = None,
+    ) -> list[Reply]:
+        """Send a call to these engines, or all, and return their replies in the order of indices.
+
+        An engine that is not ready gets it when it is; one that rests is left out of all.
+        """
+        _ = self.engine
+        self._num_calls += 1
+        number = self._num_calls
+        call = changed(call, call_id=number)
+        present = [index for index in range(self.num_engines) if index not in self._resting]
+        asked = CallToEngines[Call, Reply](call, engines or present)
+        calls[number] = asked
+        try:
+            for index in sorted(asked.missing):
+                connection = self._current[index]
+                if connection.ready:
+                    connection.send(changed(call, epoch=connection.epoch))
+            return await asked.done
+        finally:
+            calls.pop(number, None)
+
+
+def _note_reply(calls: dict[int, CallToEngines[Call, Reply]], engine: int, reply: Reply) -> None:
+    asked = calls.get(reply.call_id)
+    if asked is not None:
+        asked.note_reply(engine, reply)
+
+
+def _joined(name: AdminName, replies: Sequence[AdminReply]) -> AdminReply:
+    """Return one reply for the replies of all engines to an admin call.
+
+    It fails if one fails. Numbers are added, except whether an engine is paused.
+    """
+    failed = [reply for reply in replies if not reply.ok]
+    details = dict.fromkeys(reply.detail for reply in failed or replies if reply.detail)
+    values = [reply.value for reply in replies]
+    return AdminReply(
+        epoch=replies[0].epoch,
+        call_id=replies[0].call_id,
+        ok=not failed,
+        detail="\n".join(details),
+        value=max(values) if name == "get_pause" else sum(values),
+    )
+
+
+def _common_properties(engines: Sequence[EngineReady]) -> EngineReady:
+    """Return properties that hold for requests to any of several engines."""
+    limits = {
+        "max_num_queued_reqs": [engine.max_num_queued_reqs for engine in engines],
+        "max_num_queued_tokens": [engine.max_num_queued_tokens for engine in engines],
+    }
+    return changed(
+        engines[-1],
+        max_model_len=min(engine.max_model_len for engine in engines),
+        **{name: sum(values) if all(values) else 0 for name, values in limits.items()},
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from api_server.engine.engine_client import EngineClient
 from api_server.errors import DrainingError, NotAvailableError, SwitchingModelError
-from proto.messages.lifecycle import HealthStatus
+from proto.messages.lifecycle import HealthStatus, NotReady
 
 
 class InFlightCounter:
@@ -66,13 +66,29 @@ class Health:
             raise SwitchingModelError()
 
     def not_ready_reasons(self) -> list[str]:
-        """Return one line per reason; none when the daemon is ready."""
-        now = self._clock()
+        """Return one line per reason; none when the daemon is ready: one engine suffices."""
+        missing = self._client.missing_engines
+        are_all_missing = len(missing) == self._client.num_engines
         reported_reasons = [
-            f"{reason.what} for {now - reason.since:.0f} s"
+            self._line(reason)
             for reason in self.supervisor_status.reasons
+            if reason.engine is None or are_all_missing
         ]
         return [*self._local_reasons(), *reported_reasons]
+
+    def missing_engines(self) -> dict[int, list[str]]:
+        """Return the engines that take no requests, with the reasons that are known."""
+        return {
+            engine: [
+                self._line(reason)
+                for reason in self.supervisor_status.reasons
+                if reason.engine == engine
+            ]
+            for engine in self._client.missing_engines
+        }
+
+    def _line(self, reason: NotReady) -> str:
+        return f"{reason.what} for {self._clock() - reason.since:.0f} s"
 
     def _local_reasons(self) -> list[str]:
         try:

@@ -7,6 +7,7 @@ that the request may have caused.
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from api_server.engine.router import RoutedRequest
 from proto.codec import changed
 from proto.errors import QueueTimeoutError, RequestError, TimeLimitError
 from proto.messages.engine_io import EngineCoreOutput, EngineCoreRequest, RequestProgress
@@ -45,6 +46,9 @@ class OutputStream(Protocol):
     def finished_choices(self) -> tuple[int, ...]:
         """Indices of the choices that need no more tokens."""
 
+    def note_engine(self, index: int) -> None:
+        """Note the engine that computes the request from now on."""
+
     def accept(self) -> None:
         """Note that an engine has accepted the request."""
 
@@ -71,6 +75,7 @@ class OpenRequest:
     started: the engine reported that it computes the request; engines report it only for requests
     that have seen an engine die.
     crash_count: deaths of engines, since the last progress, that the request may have caused.
+    routed: what decides where it is sent; None before that is needed.
     """
 
     request: EngineCoreRequest
@@ -80,6 +85,7 @@ class OpenRequest:
     started: bool = False
     accepted: bool = False
     crash_count: int = 0
+    routed: RoutedRequest | None = None
     _num_tokens: int = 0
     _num_tokens_at_crash: int = 0
     _num_computed_tokens: int = 0

@@ -118,6 +118,7 @@ class EngineCall(Generic[Body]):
                 getattr(self._body, "agent_session_id", None),
                 None if self._lora is None else self._lora.lora_name,
             ),
+            engine=self._body.data_parallel_rank,
             send_buffer=self._send_buffer,
             open_streams=app_state.open_streams,
             ignored=str(self._context.ignored),

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from api_server.errors import SlowReaderError
+from api_server.metrics.engine_metrics import EngineMetrics
 from api_server.metrics.metrics import Metrics
 from api_server.parsers.called_tool import AgentTurn, TextTail
 from api_server.parsers.output import ContentStops
@@ -451,6 +452,7 @@ class RequestStream:
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)
     pooler_output: bytes = b""
     error: RequestError | None = None
+    engine: int = 0
     _last_token_times: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -494,17 +496,25 @@ class RequestStream:
         return max(self._last_token_times.values(), default=None)
 
     def record_finished(self, now: float) -> None:
-        timeline, metrics = self.timeline, self.metrics
+        timeline, metrics = self.timeline, self.engine_metrics
         metrics.record_finished_request(now - timeline.arrival, len(self.choices), self.max_tokens)
         if timeline.scheduled is not None and timeline.first_token is not None:
             lengths = [len(choice.token_ids) for choice in self.choices]
             last = max(self._last_token_times.values())
             metrics.record_phases(timeline.scheduled, timeline.first_token, last, lengths)
 
+    @property
+    def engine_metrics(self) -> EngineMetrics:
+        """The metrics of the engine that computes the request."""
+        return self.metrics.engines[self.engine]
+
+    def note_engine(self, index: int) -> None:
+        self.engine = index
+
     def accept(self) -> None:
         if not self.accepted:
             self.accepted = True
-            self.metrics.record_prompt(len(self.prompt_token_ids))
+            self.engine_metrics.record_prompt(len(self.prompt_token_ids))
             self.notifier.notify()
 
     def fail(self, error: RequestError) -> None:
@@ -520,7 +530,9 @@ class RequestStream:
         for choice in self.choices:
             if not choice.finished and self.error is None:
                 choice.extend([], [], FinishReason.ABORT, None)
-                self.metrics.count_finished_choice(str(choice.finish_reason), len(choice.token_ids))
+                self.engine_metrics.count_finished_choice(
+                    str(choice.finish_reason), len(choice.token_ids)
+                )
         self.notifier.notify()
 
     def called_tool(self) -> str:
@@ -543,7 +555,7 @@ class RequestStream:
             return False
         choice = self.choices[output.choice]
         if choice.finished:
-            self.metrics.count_discarded_tokens("after_stop", len(output.new_token_ids))
+            self.engine_metrics.count_discarded_tokens("after_stop", len(output.new_token_ids))
             return False
         if output.kv_transfer_params:
             self.kv_transfer_params = from_json(output.kv_transfer_params, dict[str, Any])
@@ -559,17 +571,23 @@ class RequestStream:
         )
         new = output.new_token_ids[num_repeated:] if num_repeated else output.new_token_ids
         if num_repeated:
-            self.metrics.count_discarded_tokens("repeated", num_repeated)
+            self.engine_metrics.count_discarded_tokens("repeated", num_repeated)
         num_accepted = output.num_accepted_drafts - num_repeated
         num_new = choice.extend(new, rows, output.finish_reason, output.stop_reason, num_accepted)
         if num_new:
             self._record_tokens(output.choice, num_new, timestamp)
         if choice.finished:
-            self.metrics.count_finished_choice(str(choice.finish_reason), len(choice.token_ids))
+            self.engine_metrics.count_finished_choice(
+                str(choice.finish_reason), len(choice.token_ids)
+            )
         if choice.has_delta:
             self.notifier.notify()
         self.send_buffer.check()
         return choice.finished and output.finish_reason is None
+
+    def _count_finished(self, choice: Choice) -> None:
+        reason, number = str(choice.finish_reason), len(choice.token_ids)
+        self.engine_metrics.count_finished_choice(reason, number)
 
     def _num_repeated(self, choice: Choice, output: EngineCoreOutput) -> int:
         """Return the number of the output's tokens that were received before."""
@@ -586,7 +604,7 @@ class RequestStream:
             return
         first = next(each for each in output.events if each.type is EventType.SCHEDULED)
         self.num_cached_tokens = first.num_cached_tokens
-        self.metrics.record_first_step(
+        self.engine_metrics.record_first_step(
             scheduled - (scheduled if queued is None else queued),
             len(self.prompt_token_ids),
             first.num_cached_tokens,
@@ -597,11 +615,11 @@ class RequestStream:
         last = self._last_token_times.get(choice)
         self._last_token_times[choice] = timestamp
         if last is None:
-            self.metrics.record_first_tokens(timestamp - self.timeline.arrival, number)
+            self.engine_metrics.record_first_tokens(timestamp - self.timeline.arrival, number)
             if self.timeline.first_token is None:
                 self.timeline.first_token = timestamp
         else:
-            self.metrics.record_next_tokens(timestamp - last, number)
+            self.engine_metrics.record_next_tokens(timestamp - last, number)
 
     def _store_prompt_rows(self, output: EngineCoreOutput) -> None:
         arrays = output.prompt_logprobs

@@ -72,6 +72,7 @@ class Session:
         self._open_streams = open_streams
         self._turns: deque[Turn] = deque()
         self._context: list[int] = []
+        self._engine = 0
         self._unsent: list[SessionInput] = []
         self._is_open = self._is_accepted = self._input_ended = False
 
@@ -105,7 +106,8 @@ class Session:
         if self._is_open:
             self._send_input(SessionInput(0, self.request_id, turn.token_ids, params))
         else:
-            self._client.submit(self._request(turn.stream.requests[0], params), self)
+            request = self._request(turn.stream.requests[0], params)
+            self._client.submit(request, self, turn.stream.engine)
             self._is_open = True
         self._turns.append(turn)
         self._open_streams.add(turn.stream)
@@ -144,6 +146,9 @@ class Session:
     @property
     def ended_well(self) -> bool:
         return self.error is None
+
+    def note_engine(self, index: int) -> None:
+        self._engine = index
 
     def accept(self) -> None:
         """Note that the engine has the session; send the inputs that arrived before."""
@@ -238,6 +243,7 @@ class Session:
 
     def _begin_turn(self, turn: Turn) -> None:
         """Note the whole prompt of a turn, now that all turns before it have finished."""
+        turn.output.note_engine(self._engine)
         turn.output.prompt_token_ids = [*self._context, *turn.token_ids]
         if self._is_accepted:
             turn.output.accept()

@@ -46,6 +46,7 @@ class TokenStream:
     label: the response's id. key_name: of the client's API key.
     requests, streams: one per prompt, in the same order.
     open_streams: contains this stream from its submission to its end.
+    engine: index of the engine that the client wants; None for any.
     ignored: names of the request's unknown fields, for the log.
     origin: fields of the line in the log at the end (`RequestLog.origin`); None for no line.
     tracer: exports spans; None if they are off.
@@ -63,6 +64,7 @@ class TokenStream:
     send_buffer: SendBuffer
     open_streams: "set[TokenStream]"
     origin: Fields | None = None
+    engine: int | None = None
     ignored: str = ""
     key_name: str = ""
     tracer: RequestTracer | None = None
@@ -186,7 +188,7 @@ class TokenStream:
         self.open_streams.add(self)
         for request, stream in zip(self.requests, self.streams, strict=True):
             try:
-                self.client.submit(request, stream)
+                self.client.submit(request, stream, self.engine)
             except RequestError as error:
                 stream.fail(error)  # `close` counts and logs it by its type
                 raise
@@ -201,15 +203,15 @@ class TokenStream:
             reason, cause = "error", stream.error.cause
         running = [choice for choice in stream.choices if not choice.finished]
         for seconds in stream.timeline.preemptions(now):
-            self.metrics.record_preemptions(seconds)
+            stream.engine_metrics.record_preemptions(seconds)
         self.client.abort_request(stream)
         if running and cause:
             self.metrics.count_cut_short(cause)
         if isinstance(stream.error, QueueFullError):
-            self.metrics.count_rejection(str(stream.error.param))
+            stream.engine_metrics.count_rejection(str(stream.error.param))
         if stream.accepted:
             for choice in running:
-                self.metrics.count_finished_choice(reason, len(choice.token_ids))
+                stream.engine_metrics.count_finished_choice(reason, len(choice.token_ids))
             if stream.error is None and not running:
                 stream.record_finished(now)
 

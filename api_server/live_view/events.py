@@ -34,17 +34,26 @@ class SubscriberScope:
     """What a subscriber may see.
 
     reader: its id from `reader_of`. sees_all: it is an operator. key_name: of its API key.
+    engine: index of the engine that it sees.
     """
 
     reader: int
     sees_all: bool = False
     key_name: str = ""
+    engine: int = 0
 
 
-def hello_event(model: str, version: str, max_num_seqs: int, engine: EngineReady) -> bytes:
+def hello_event(
+    model: str,
+    version: str,
+    max_num_seqs: int,
+    engine: EngineReady,
+    index: int = 0,
+    num_engines: int = 1,
+) -> bytes:
     """Return the event with the properties of daemon and engine, which precedes their views.
 
-    max_num_seqs: most running requests.
+    max_num_seqs: most running requests. index: of the engine, one of num_engines.
     """
     hello = {
         "model": model,
@@ -54,6 +63,8 @@ def hello_event(model: str, version: str, max_num_seqs: int, engine: EngineReady
         "blocks_per_cell": blocks_per_cell(engine.num_blocks + 1),  # block 0, reserved, is shown
         "max_num_seqs": max_num_seqs,
         "max_model_len": engine.max_model_len,
+        "engine": index,
+        "num_engines": num_engines,
     }
     return _event(b"hello", to_compact_json(hello))
 

@@ -3,9 +3,9 @@
     first subscriber ─ Watch(wanted) ─▶ engine ─ EngineView ─▶ one event per scope ─▶ queues
     last one leaves ─ Watch(not wanted) ─▶ the engine sends no more views
 
-The engine client sends `Watch` and passes the views on. After a change of the engine, its
-properties are published again if they differ. A subscriber that does not read its stream is
-dropped.
+Each subscriber sees one engine, which it chooses. The engine client sends `Watch` and passes the
+views on. After a change of an engine, its properties are published again if they differ. A
+subscriber that does not read its stream is dropped.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ MAX_SUBSCRIBERS: Final = 16
 class Subscriber:
     """The queue of events of one client.
 
-    scope: what it may see. finished: the stream ends when the queue is empty.
+    scope: what it may see, of which engine. finished: the stream ends when the queue is empty.
     """
 
     def __init__(self, scope: SubscriberScope) -> None:
@@ -76,10 +76,10 @@ class Subscriber:
 
 
 class LiveViewPublisher:
-    """Publish the views of the current engine to the subscribers.
+    """Publish the views of the current engines to the subscribers.
 
     model, version, max_num_seqs: of the daemon; a reload may rename the model, in the hello events
-    that follow. clock: monotonic seconds. access: to adapters.
+    that follow. clock: monotonic seconds. access: to adapters. num_engines: to choose from.
     """
 
     def __init__(
@@ -89,74 +89,85 @@ class LiveViewPublisher:
         max_num_seqs: int,
         clock: Callable[[], float] = time.monotonic,
         access: LoRAAccess = FOR_ALL,
+        num_engines: int = 1,
     ) -> None:
         self._access = access
+        self._num_engines = num_engines
         self.model = model
         self._version = version
         self._max_num_seqs = max_num_seqs
         self._clock = clock
         self._start = clock()
         self._subscribers: list[Subscriber] = []
-        self._hello = b""
-        self._last_view: EncodedView | None = None
+        self._hello: dict[int, bytes] = {}
+        self._last_view: dict[int, EncodedView] = {}
 
-    @property
-    def has_subscribers(self) -> bool:
-        return bool(self._subscribers)
+    def has_subscribers(self, engine: int) -> bool:
+        return any(subscriber.scope.engine == engine for subscriber in self._subscribers)
 
     def subscribe(self, scope: SubscriberScope, engine: EngineReady) -> Subscriber:
         """Add a subscriber; it gets the hello event, the last view, and all events that follow.
 
-        engine: the properties of the current one. Raises OverloadedError when there are
+        engine: the properties of the one that it sees. Raises OverloadedError when there are
         MAX_SUBSCRIBERS.
         """
-        self._hello = self._hello_event(engine)
+        hello = self._hello[scope.engine] = self._hello_event(scope.engine, engine)
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
             raise OverloadedError(f"the live view has {MAX_SUBSCRIBERS} subscribers already")
         subscriber = Subscriber(scope)
-        subscriber.enqueue_event(self._hello)
-        if self._last_view is not None:
-            subscriber.enqueue_event(self._last_view.event_for(scope))
+        subscriber.enqueue_event(hello)
+        last_view = self._last_view.get(scope.engine)
+        if last_view is not None:
+            subscriber.enqueue_event(last_view.event_for(scope))
         self._subscribers.append(subscriber)
         return subscriber
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
-            if not self._subscribers:
-                self._last_view = None
+            if not self.has_subscribers(subscriber.scope.engine):
+                self._last_view.pop(subscriber.scope.engine, None)
 
-    def on_engine_ready(self, engine: EngineReady) -> None:
-        """Publish hello again if the current engine has other properties."""
-        hello = self._hello_event(engine)
-        self._last_view = None  # of another engine
-        if hello != self._hello:
-            self._hello = hello
-            self._publish_event(hello)
+    def on_engine_ready(self, index: int, engine: EngineReady) -> None:
+        """Publish hello again if the current engine of an index has other properties."""
+        hello = self._hello_event(index, engine)
+        self._last_view.pop(index, None)  # of another engine
+        if hello != self._hello.get(index):
+            self._hello[index] = hello
+            for subscriber in self._subscribers_of(index):
+                self._send(subscriber, hello)
 
-    def publish_view(self, view: EngineView) -> None:
-        if not self._subscribers:
+    def publish_view(self, index: int, view: EngineView) -> None:
+        """Publish the view of an engine to the subscribers that see it."""
+        subscribers = self._subscribers_of(index)
+        if not subscribers:
             return
         try:
             encoded = EncodedView(view, view.timestamp - self._start, self._access)
-            scopes = {subscriber.scope for subscriber in self._subscribers}
+            scopes = {subscriber.scope for subscriber in subscribers}
             events = {scope: encoded.event_for(scope) for scope in scopes}
         except Exception:  # a bad view must not stop the engine's outputs
             logger.exception("a view could not be encoded")
             return
-        self._last_view = encoded
-        for subscriber in list(self._subscribers):
+        self._last_view[index] = encoded
+        for subscriber in subscribers:
             self._send(subscriber, events[subscriber.scope])
         if view.preemptions:
             requests = "request was" if view.preemptions == 1 else "requests were"
-            self.publish_notice("preemption", f"{view.preemptions} {requests} preempted")
+            text = f"{view.preemptions} {requests} preempted"
+            notice = notice_event(self._clock() - self._start, "preemption", text)
+            for subscriber in subscribers:
+                self._send(subscriber, notice)
 
     def publish_notice(self, kind: NoticeKind, text: str) -> None:
         if self._subscribers:
             self._publish_event(notice_event(self._clock() - self._start, kind, text))
 
-    def publish_restart(self, role: Role, *, hung: bool) -> None:
+    def publish_restart(self, role: Role, *, hung: bool, engine: int | None = None) -> None:
+        """Publish the restart of a process. engine: index of the engine that is concerned."""
         title = process_title(role)
+        if engine is not None and self._num_engines > 1:
+            title += f" {engine}" if role == "engine_core" else f" of engine {engine}"
         if hung:
             self.publish_notice("watchdog", f"{title} hung: it was killed and restarted")
         else:
@@ -166,8 +177,12 @@ class LiveViewPublisher:
         for subscriber in self._subscribers:
             subscriber.end()
 
-    def _hello_event(self, engine: EngineReady) -> bytes:
-        return hello_event(self.model, self._version, self._max_num_seqs, engine)
+    def _hello_event(self, index: int, engine: EngineReady) -> bytes:
+        limit = self._max_num_seqs
+        return hello_event(self.model, self._version, limit, engine, index, self._num_engines)
+
+    def _subscribers_of(self, engine: int) -> list[Subscriber]:
+        return [each for each in self._subscribers if each.scope.engine == engine]
 
     def _publish_event(self, event: bytes) -> None:
         for subscriber in list(self._subscribers):

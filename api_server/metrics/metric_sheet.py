@@ -15,34 +15,41 @@ import mmap
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
-from proto.messages.stats import METRIC_BYTES, METRIC_CELLS
+from proto.messages.stats import metric_bytes
 
 
 class MetricSheet:
-    """Rows of METRIC_CELLS numbers, initially 0, one row per front end.
+    """Rows of numbers, initially 0, one row per front end.
 
-    memory: METRIC_BYTES per row. row: index of this process's row.
+    memory: `metric_bytes` per row. row: index of this process's row.
     """
 
-    def __init__(self, memory: bytearray | mmap.mmap, row: int = 0) -> None:
+    def __init__(
+        self, memory: bytearray | mmap.mmap, row: int = 0, *, num_engines: int = 1
+    ) -> None:
         cells = memoryview(memory).cast("d")
+        self._num_cells = metric_bytes(num_engines) // cells.itemsize
         self._rows = [
-            cells[start : start + METRIC_CELLS] for start in range(0, len(cells), METRIC_CELLS)
+            cells[start : start + self._num_cells]
+            for start in range(0, len(cells), self._num_cells)
         ]
         self._own_row = self._rows[row]
         self._num_allocated = 0
 
     @classmethod
-    def of_one(cls) -> "MetricSheet":
+    def of_one(cls, num_engines: int = 1) -> "MetricSheet":
         """Return the sheet of a single front end."""
-        return cls(bytearray(METRIC_BYTES))
+        return cls(bytearray(metric_bytes(num_engines)), num_engines=num_engines)
 
     @classmethod
-    def shared(cls, descriptor: int, row: int, num_rows: int) -> "MetricSheet":
+    def shared(
+        cls, descriptor: int, row: int, num_rows: int, num_engines: int = 1
+    ) -> "MetricSheet":
         """Return a sheet over memory that all front ends have inherited as `descriptor`."""
-        return cls(mmap.mmap(descriptor, num_rows * METRIC_BYTES), row)
+        memory = mmap.mmap(descriptor, num_rows * metric_bytes(num_engines))
+        return cls(memory, row, num_engines=num_engines)
 
     @property
     def num_rows(self) -> int:
@@ -52,7 +59,7 @@ class MetricSheet:
     def allocate_cells(self, count: int = 1) -> int:
         """Return the index of the first of `count` unused cells."""
         first, self._num_allocated = self._num_allocated, self._num_allocated + count
-        assert self._num_allocated <= METRIC_CELLS, "the metrics need more cells than a row has"
+        assert self._num_allocated <= self._num_cells, "the metrics need more cells than a row has"
         return first
 
     def add_to_cell(self, cell: int, amount: float = 1) -> None:
@@ -147,8 +154,22 @@ class Histogram:
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Return Prometheus' buckets (upper end, cumulative count) and the sum of observations."""
-        *counts, total = self._sheet.sums(self._first, len(self.bounds) + 2)
-        ends = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
+        return self.joined_buckets([self])
+
+    @staticmethod
+    def joined_buckets(
+        histograms: "Sequence[Histogram]",
+    ) -> tuple[list[tuple[str, float]], float]:
+        """Return buckets and sum of the observations of several histograms of the same bounds."""
+        bounds = histograms[0].bounds
+        *counts, total = (
+            sum(column)
+            for column in zip(
+                *(each._sheet.sums(each._first, len(bounds) + 2) for each in histograms),
+                strict=True,
+            )
+        )
+        ends = [*(repr(float(bound)) for bound in bounds), "+Inf"]
         return list(zip(ends, accumulate(counts), strict=True)), total
 
 
@@ -178,30 +199,40 @@ class BroadcastCounter:
         return max(row[0] for row in self._sheet.cells_by_row(self._cell, 1))
 
 
-_NUM_SLOTS: Final = 3
-"""Engines whose statistics a front end keeps; at most two run at once, during a reload."""
+_MORE_SLOTS: Final = 2
+"""Engines beyond their number whose statistics a front end keeps: one more runs in a reload."""
 _HEADER_CELLS: Final = 2
+
+
+class EngineValues(NamedTuple):
+    """Gauges of the engine of an epoch. timestamp: monotonic seconds of the engine."""
+
+    epoch: int
+    engine: int
+    timestamp: float
+    gauges: dict[str, float]
 
 
 class EngineGauges:
     """The latest gauges of the engines that run, by epoch, whichever front end received them.
 
-    names: of the gauges. A slot has the epoch of an engine (0 if unused), the time of its
-    statistics, and the gauges.
+    names: of the gauges. num_engines: how many serve. A slot has the epoch of an engine (0 if
+    unused), the time of its statistics, and the gauges.
     """
 
-    def __init__(self, sheet: MetricSheet, names: Sequence[str]) -> None:
+    def __init__(self, sheet: MetricSheet, names: Sequence[str], num_engines: int = 1) -> None:
         self._sheet = sheet
         self._names = names
         self._num_cells = _HEADER_CELLS + len(names)
-        self._slots = [sheet.allocate_cells(self._num_cells) for _ in range(_NUM_SLOTS)]
-        self._epochs: set[int] = set()
+        num_slots = num_engines + _MORE_SLOTS
+        self._slots = [sheet.allocate_cells(self._num_cells) for _ in range(num_slots)]
+        self._engines: dict[int, int] = {}
 
-    def add_engine(self, epoch: int) -> None:
-        self._epochs.add(epoch)
+    def add_engine(self, epoch: int, engine: int) -> None:
+        self._engines[epoch] = engine
 
     def remove_engine(self, epoch: int) -> None:
-        self._epochs.discard(epoch)
+        self._engines.pop(epoch, None)
         for slot in self._slots:
             if self._sheet.own_cells(slot, 1) == [epoch]:
                 self._sheet.write_cells(slot, [0.0])
@@ -212,19 +243,25 @@ class EngineGauges:
         index = next((index for index, (owner, _) in enumerate(headers) if owner == epoch), None)
         if index is None:  # an unused slot, or the oldest one
             index = min(
-                range(_NUM_SLOTS), key=lambda slot: (headers[slot][0] != 0, headers[slot][1])
+                range(len(headers)), key=lambda slot: (headers[slot][0] != 0, headers[slot][1])
             )
         values = [gauges[name] for name in self._names]
         self._sheet.write_cells(self._slots[index], [epoch, timestamp, *values])
 
-    def latest_values(self) -> list[dict[str, float]]:
+    def latest_values(self) -> list[EngineValues]:
         """Return the newest gauges of each engine, received by any front end, by their names."""
         newest: dict[int, list[float]] = {}
         for slot in self._slots:
             for cells in self._sheet.cells_by_row(slot, self._num_cells):
                 epoch = int(cells[0])
-                if epoch in self._epochs and cells[1] >= newest.get(epoch, cells)[1]:
+                if epoch in self._engines and cells[1] >= newest.get(epoch, cells)[1]:
                     newest[epoch] = cells
         return [
-            dict(zip(self._names, cells[_HEADER_CELLS:], strict=True)) for cells in newest.values()
+            EngineValues(
+                epoch,
+                self._engines[epoch],
+                cells[1],
+                dict(zip(self._names, cells[_HEADER_CELLS:], strict=True)),
+            )
+            for epoch, cells in newest.items()
         ]

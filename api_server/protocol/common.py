@@ -160,6 +160,9 @@ class ComputedRequest(Strict):
     """Milliseconds after arrival at which the request is refused if it is still queued."""
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     """Part of the answer's id and of the log line; also as X-Request-Id."""
+    data_parallel_rank: int | None = Field(default=None, ge=0, le=INT64_MAX)
+    """Index of the engine that computes the request; by default the router chooses one. Also as
+    X-data-parallel-rank."""
 
 
 class LoRAScale(NestedFields):

@@ -158,12 +158,13 @@ async def server_info(request: Request) -> Response:
     for section in settings.values():
         for field in SECRET_FIELDS & section.keys():
             section[field] = None if section[field] is None else "***"
-    engine = app_state.client.engine
+    engine, num_engines = app_state.client.engine, app_state.client.num_engines
     return JSONResponse(
         {
             "version": daemon_version(),
             "model": json.loads(to_json_line(app_state.model)),
             "engine": {
+                "number": num_engines,
                 "device": engine.device_name,
                 "max_model_len": engine.max_model_len,
                 "num_blocks": engine.num_blocks,

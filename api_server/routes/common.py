@@ -36,7 +36,11 @@ def check_operator(request: Request) -> None:
     access.check_operator(request.scope, app_state_of(request).config)
 
 
-NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
+NUMBER_HEADERS: Final = {
+    "x-vllm-priority": "priority",
+    "x-request-timeout-ms": "timeout_ms",
+    "x-data-parallel-rank": "data_parallel_rank",
+}
 """Headers that set a field of the body: header → field."""
 
 

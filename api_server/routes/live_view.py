@@ -18,7 +18,7 @@ from api_server.live_view.events import SubscriberScope
 from api_server.live_view.publisher import Subscriber
 from api_server.page.files import PageFile
 from api_server.routes.common import has_operators_key
-from proto.errors import ForbiddenError
+from proto.errors import ForbiddenError, InvalidRequestError, shown
 
 
 def page_router(files: Sequence[PageFile]) -> APIRouter:
@@ -51,18 +51,31 @@ _FOREIGN: Final = frozenset({"cross-site", "same-site"})
 async def view_events(request: Request) -> Response:
     """Stream the events hello, view (at most 4 a second) and notice.
 
-    Requests of other tenants appear without id and counts.
+    Requests of other tenants appear without id and counts. engine=1: of that engine; by default 0.
     """
     context = RequestContext(request)
     app_state = context.app_state
     if request.headers.get("sec-fetch-site") in _FOREIGN:
         raise ForbiddenError("the live view is for pages of this server")
+    engine = _engine(request.query_params.get("engine", "0"), app_state.client.num_engines)
     scope = SubscriberScope(
-        context.reader, sees_all=has_operators_key(request), key_name=context.key_name
+        context.reader,
+        sees_all=has_operators_key(request),
+        key_name=context.key_name,
+        engine=engine,
     )
-    subscriber = app_state.live_view.subscribe(scope, app_state.client.engine)
+    subscriber = app_state.live_view.subscribe(scope, app_state.client.properties_of(engine))
     app_state.client.update_view_subscription()
     return LiveViewResponse(app_state, subscriber)
+
+
+def _engine(text: str, num_engines: int) -> int:
+    """Return the index of an engine; raises InvalidRequestError if there is none."""
+    if not (text.isascii() and text.isdigit() and len(text) < 4 and int(text) < num_engines):
+        raise InvalidRequestError(
+            f"engine takes 0 to {num_engines - 1}, got {shown(text)}", "engine"
+        )
+    return int(text)
 
 
 class LiveViewResponse(Response):

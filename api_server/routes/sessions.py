@@ -48,7 +48,7 @@ logger = logging.getLogger("tokend.api")
 router = APIRouter()
 
 FIXED_FIELDS: Final = (
-    *("model", "seed", "priority", "cache_salt", "request_id", "lora"),
+    *("model", "seed", "priority", "cache_salt", "request_id", "lora", "data_parallel_rank"),
     "skip_reading_prefix_cache",
 )
 """Fields that hold for a whole session."""

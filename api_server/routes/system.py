@@ -58,12 +58,17 @@ async def live() -> Response:
 @router.get("/health/ready")
 @router.head("/health/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
-    """Readiness: 200 if requests make progress, else 503 with the reasons."""
-    reasons = app_state_of(request).health.not_ready_reasons()
-    if reasons:
-        body = {"ready": False, "reasons": reasons}
-        return JSONResponse(body, 503, {"retry-after": "1"})
-    return JSONResponse({"ready": True, "reasons": []})
+    """Readiness: 200 if requests make progress, else 503 with the reasons.
+
+    Of several engines one suffices; `missing_engines` has the others, with the reasons.
+    """
+    app_state = app_state_of(request)
+    reasons = app_state.health.not_ready_reasons()
+    body: dict[str, Any] = {"ready": not reasons, "reasons": reasons}
+    if app_state.client.num_engines > 1:
+        missing = app_state.health.missing_engines()
+        body["missing_engines"] = {str(engine): lines for engine, lines in missing.items()}
+    return JSONResponse(body, 503 if reasons else 200, {"retry-after": "1"} if reasons else {})
 
 
 @router.get("/version")
@@ -80,8 +85,9 @@ async def load(request: Request) -> dict[str, int]:
 @router.get("/kv_event_sources")
 async def kv_event_sources(request: Request) -> Response:
     """Return where each engine publishes KV events, by its rank; {} without --kv-events-config."""
-    config = app_state_of(request).client.engine.kv_events
-    sources = {} if config is None else {"0": config}
+    client = app_state_of(request).client
+    configs = [client.properties_of(engine).kv_events for engine in range(client.num_engines)]
+    sources = {str(index): each for index, each in enumerate(configs) if each is not None}
     return Response(to_compact_json(sources), media_type="application/json")
 
 

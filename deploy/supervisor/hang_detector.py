@@ -89,13 +89,23 @@ class _ProcessState:
 
 
 class HangDetector:
-    """Watches all front ends, or the engine and workers of one generation.
+    """Watches all front ends, or an engine and its workers.
 
     Its clock advances only while it is called, which must happen at least once per interval.
+
+    engine: its index; None for front ends. first_worker: index of its worker of rank 0.
     """
 
-    def __init__(self, limits: HangLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: HangLimits,
+        clock: Callable[[], float] = time.monotonic,
+        engine: int | None = 0,
+        first_worker: int = 0,
+    ) -> None:
         self._limits = limits
+        self._engine = engine
+        self._first_worker = first_worker
         self._clock = clock
         self._last_reading = clock()
         self._now = 0.0
@@ -152,7 +162,7 @@ class HangDetector:
             if role == "worker":
                 state.started |= report.ready
                 state.awaits_ranks &= not progressed
-                owes = index in report.awaits
+                owes = index - self._first_worker in report.awaits
                 state.owes_since = _owes_since(state.owes_since, owes, progressed, now)
         owes = report.has_work and not report.awaits
         self._engine_owes_since = _owes_since(self._engine_owes_since, owes, progressed, now)
@@ -173,7 +183,7 @@ class HangDetector:
     def not_ready(self) -> list[NotReady]:
         """Return the processes without progress for half of their limit, except front ends."""
         return [
-            NotReady(f"{process_name(*hang.process)}: {hang.missing}", hang.since)
+            NotReady(f"{process_name(*hang.process)}: {hang.missing}", hang.since, self._engine)
             for hang in self._without_progress(0.5)
             if hang.process[0] != "api_server"
         ]

@@ -10,8 +10,9 @@ import os
 import shlex
 import socket
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from proto.codec import Message
@@ -176,11 +177,15 @@ class Launch:
 
     def processes(self) -> list[tuple[Role, int]]:
         found: list[tuple[Role, int]] = [
-            ("worker", rank) for rank in range(self.config.parallel.tensor_parallel_size)
+            ("worker", index) for index in range(self.config.parallel.num_workers)
         ]
-        found.append(("engine_core", 0))
+        found.extend(("engine_core", index) for index in range(self.num_engines))
         found.extend(("api_server", index) for index in range(self.num_front_ends))
         return found
+
+    @property
+    def num_engines(self) -> int:
+        return self.config.parallel.data_parallel_size
 
     @property
     def num_front_ends(self) -> int:
@@ -200,6 +205,7 @@ class Launch:
             self.config.model.model,
             paths,
             needs_key=self.config.frontend.has_client_keys,
+            num_engines=self.num_engines,
         )
 
 
@@ -217,17 +223,18 @@ def check_length(config: ServeConfig, model: PreparedModel) -> None:
 
 
 class Readiness:
-    """Collects the reports that make the daemon ready: of the engine and of every front end."""
+    """Collects the reports that make the daemon ready: of every engine and every front end."""
 
-    def __init__(self, front_ends: Iterable[int]) -> None:
-        self._engine: EngineReady | None = None
-        self._missing_front_ends = set(front_ends)
+    def __init__(self, num_engines: int, num_front_ends: int) -> None:
+        self._engines: dict[int, EngineReady] = {}
+        self._num_engines = num_engines
+        self._missing_front_ends = set(range(num_front_ends))
         self._front_end_starts: dict[int, ProcessStart] = {}
 
     def note_ready(self, message: EngineReady | FrontEndReady) -> None:
         """Note a report during the start."""
         if isinstance(message, EngineReady):
-            self._engine = message
+            self._engines[message.engine] = message
         else:
             self._missing_front_ends.discard(message.index)
             start = ProcessStart("api_server", message.index, message.phases)
@@ -236,26 +243,28 @@ class Readiness:
     def note_new_engine(self, message: Message) -> None:
         """Keep the report of an engine that has replaced another; ignore other messages."""
         if isinstance(message, EngineReady):
-            self._engine = message
+            self._engines[message.engine] = message
 
     @property
     def engine(self) -> EngineReady:
-        """The report of the current engine; the engine must have been ready."""
-        assert self._engine is not None, "no engine has been ready"
-        return self._engine
+        """The last report of engine 0, to which the others are alike; it must have been ready."""
+        return self._engines[0]
 
     @property
     def starts(self) -> tuple[ProcessStart, ...]:
-        return (*self.engine.starts, *self._front_end_starts.values())
+        of_engines = (self._engines[index].starts for index in sorted(self._engines))
+        return (*chain.from_iterable(of_engines), *self._front_end_starts.values())
 
     @property
     def complete(self) -> bool:
         """Whether the daemon has been ready."""
-        return self._engine is not None and not self._missing_front_ends
+        return len(self._engines) == self._num_engines and not self._missing_front_ends
 
 
 def ready_message(launch: Launch, readiness: Readiness) -> str:
     """Return what the operator sees when the daemon is ready: a line, or several as text.
+
+    Engines have the same model and flags, so that what it says of engine 0 holds for each.
 
     --log-level debug adds the duration of each phase of the start.
     """
@@ -277,6 +286,7 @@ def _ready_records(
     config = launch.config.frontend
     fields: dict[str, Any] = {
         "model": launch.model_name,
+        "engines": launch.num_engines,
         "url": launch.url,
         "max_model_len": engine.max_model_len,
         "kv_cache_bytes": engine.kv_cache_bytes,
@@ -315,6 +325,7 @@ def _ready_text(
     key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.has_client_keys else ""
     entries = [
         ("runs on", engine.device_name),
+        ("engines", f"{launch.num_engines}; of each:" if launch.num_engines > 1 else ""),
         ("kernels", engine.kernels),
         ("length", f"up to {engine.max_model_len:,} tokens{together}"),
         ("weights", f"{describe_weights(engine.weights)}, in memory"),

@@ -18,7 +18,12 @@ from deploy.supervisor.launch import Commands, Launch
 from proto.codec import Message, changed, encode
 from proto.errors import ErrorInfo, TokendError
 from proto.messages.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
-from proto.runtime.host_resources import allowed_cores, cores_by_node, cores_of_worker, node_of_rank
+from proto.runtime.host_resources import (
+    allowed_cores,
+    cores_by_node,
+    cores_of_worker,
+    node_of_worker,
+)
 from proto.runtime.sockets import Link, Poller, SocketError, supervisor_path
 from proto.settings.config import DeviceConfig
 
@@ -46,9 +51,11 @@ def child_environment(
     role: Role,
     device: DeviceConfig,
     num_workers: int = 1,
-    rank: int = 0,
+    index: int = 0,
 ) -> dict[str, str]:
-    """Return the environment variables of a process of this role; `rank` is that of a worker.
+    """Return the environment variables of a process of this role and index.
+
+    num_workers: of all engines of the daemon.
 
     OpenMP reads its thread count when its library loads, so a worker inherits it: --cpu-threads,
     or the user's environment, or its share of the cores that affinity and control groups allow.
@@ -71,11 +78,11 @@ def child_environment(
         given |= zip(_LIMIT_VARIABLES, _LIBRARY_LIMITS[device.cpu_kernels], strict=True)
     if not computes_on_cpu(device) or _PLACING & variables.keys():
         return given  # threads of a GPU worker are not bound to cores
-    places = _openmp_places(given[_THREADS], num_workers, rank)
+    places = _openmp_places(given[_THREADS], num_workers, index)
     return {**given, "OMP_PROC_BIND": "true", "OMP_PLACES": places} if places else given
 
 
-def _openmp_places(num_threads: str, num_workers: int, rank: int) -> str:
+def _openmp_places(num_threads: str, num_workers: int, index: int) -> str:
     """Return the CPUs to which the threads of a worker are bound; "" if they are not bound."""
     nodes = cores_by_node()
     if num_threads == str(allowed_cores()):
@@ -84,7 +91,7 @@ def _openmp_places(num_threads: str, num_workers: int, rank: int) -> str:
         return ",".join(_place(core) for cores in nodes.values() for core in cores)
     if num_workers == 1 or not num_threads.isdigit():
         return ""
-    node = node_of_rank(rank, num_workers, int(num_threads))
+    node = node_of_worker(index, num_workers, int(num_threads))
     return "" if node is None else _place(chain.from_iterable(nodes[node]))
 
 
@@ -147,12 +154,17 @@ class StartError(TokendError):
 
 
 class Child:
-    """A child process and the link to it. fatal_error: the error that it has reported, or None."""
+    """A child process and the link to it.
+
+    engine: its index, or that of the workers' engine; None for a front end.
+    fatal_error: the error that it has reported, or None.
+    """
 
     def __init__(self, boot: ProcessBoot, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Raises StartError."""
         self.role = boot.role
         self.index = boot.index
+        self.engine = None if boot.role == "api_server" else boot.engine
         self.incarnation = boot.incarnation
         self.generation = boot.generation
         self.fatal_error: ErrorInfo | None = None
@@ -253,7 +265,7 @@ class ChildProcesses:
             launch.variables,
             boot.role,
             config.device,
-            config.parallel.tensor_parallel_size,
+            config.parallel.num_workers,
             boot.index,
         )
         child = Child(boot, launch.commands[boot.role], env)

@@ -1,8 +1,9 @@
 """Plans restarts: which processes are started in place of dead ones, and when.
 
-An outage lasts from the death of a process until its successor is ready. All workers of a model are
-restarted together, an engine or a front end alone. A process that violates the protocol is killed
-and restarted like a dead one. The supervisor starts and kills the processes.
+An outage lasts from the death of a process until its successor is ready. All workers of an engine
+are restarted together, an engine or a front end alone; each engine has a budget of restarts. A
+process that violates the protocol is killed and restarted like a dead one. The supervisor starts
+and kills the processes.
 """
 
 import textwrap
@@ -79,7 +80,7 @@ class RestartBudget:
 
 
 ProcessKey = tuple[Role, int]
-"""Role and index of a process; all workers of a model share the key of the first."""
+"""Role and index of a process; all workers of an engine share the key of the first."""
 
 
 @dataclass(slots=True)
@@ -104,41 +105,48 @@ class RestartPlan(NamedTuple):
 class Recovery:
     """Plans the restarts of a daemon that has been ready.
 
-    num_workers: workers that share the model.
+    An engine that restarts do not help rests for ten minutes as long as another one is left, and
+    ends the daemon if none is.
+
+    max_restarts: of each engine with its workers, and of all front ends together.
     """
 
     def __init__(
         self,
         epochs: EpochCounter,
-        budget: RestartBudget,
+        max_restarts: int,
         display: Display,
-        num_workers: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._epochs = epochs
-        self._budget = budget
+        self._max_restarts = max_restarts
         self._display = display
-        self._num_workers = num_workers
         self._clock = clock
+        self._budgets: dict[int | None, RestartBudget] = {
+            engine: RestartBudget(max_restarts, clock)
+            for engine in (*range(epochs.num_engines), None)
+        }
+        self._resting: dict[int, float] = {}  # engine → when it is restarted
         self._outages: dict[ProcessKey, _Outage] = {}
         self._disconnected: set[ProcessKey] = set()
-        self._violations: dict[Role, int] = {}
+        self._violations: dict[tuple[Role, int], int] = {}
 
     def can_restart(self, dead: Child) -> bool:
-        """Whether to restart: not after an error that the user must fix, nor beyond the budget."""
-        if exit_report.user_error(dead.fatal_error) is not None:
-            return False
-        if self._is_expected(dead):
+        """Whether to restart a dead process, now or after a rest of its engine.
+
+        Not after an error that the user must fix, nor beyond the budget, if no other engine is
+        left.
+        """
+        if self._is_expected(dead) or not self._must_rest(dead) or self._has_other(dead.engine):
             return True
-        if self._budget.exhausted:
-            number = self._budget.max_restarts
+        if exit_report.user_error(dead.fatal_error) is None:
+            number = self._max_restarts
             message = "a process is not started again: --max-restarts is 0"
             if number:
                 times = "restart has" if number == 1 else "restarts have"
                 message = f"{number} {times} not led to one completed step (--max-restarts)"
             self._display.notice(message, level="WARNING")
-            return False
-        return True
+        return False
 
     def disconnect(self, hung: Child) -> list[Announcement]:
         """Return the messages that disconnect the other processes from one that will be killed.
@@ -146,7 +154,7 @@ class Recovery:
         The others wait for its successor, so its further messages have no effect. Nothing more is
         announced when it has died.
         """
-        key = _key_of(hung)
+        key = self._key_of(hung)
         if key in self._disconnected:
             return []
         self._disconnected.add(key)
@@ -156,26 +164,35 @@ class Recovery:
         """Plan the restart of a dead process."""
         if self._is_expected(dead):
             return
-        wait = self._budget.count_restart()
-        now = self._clock()
-        before = self._outages.get(_key_of(dead))
+        now, key = self._clock(), self._key_of(dead)
+        engine = dead.engine
+        if engine is not None and self._must_rest(dead):
+            wait = self._resting.setdefault(engine, now + _FORGET_SECONDS) - now
+        else:
+            wait = self._budgets[engine].count_restart()
+        before = self._outages.get(key)
         since = now if before is None else before.since
-        self._outages[_key_of(dead)] = _Outage(since, now + wait)
+        self._outages[key] = _Outage(since, now + wait)
         lines = [f"(pid {dead.pid}) {exit_report.describe_exit(dead)}; it is restarted"]
         if wait:
-            lines[0] += f" in {wait:g} s"
+            lines[0] += f" in {wait:.3g} s"
         if dead.fatal_error is not None:
             lines.append(textwrap.indent(dead.fatal_error.traceback.rstrip(), "  "))
         self._display.event(dead.name, "\n".join(lines), "WARNING")
 
     def note_failed_start(self, boot: ProcessBoot, error: StartError) -> None:
-        """Plan another attempt to start a process; raise the error if the budget is exhausted."""
-        if self._budget.exhausted:
+        """Plan another attempt to start a process; raise the error if that must not be."""
+        engine = None if boot.role == "api_server" else boot.engine
+        budget, now = self._budgets[engine], self._clock()
+        if not budget.exhausted:
+            wait = max(_FIRST_DELAY, budget.count_restart())
+        elif engine is not None and self._has_other(engine):
+            wait = self._resting.setdefault(engine, now + _FORGET_SECONDS) - now
+        else:
             raise error
-        wait = max(_FIRST_DELAY, self._budget.count_restart())
-        key = _key_of(boot)
-        self._outages[key] = _Outage(self._outages[key].since, self._clock() + wait)
-        text = f"cannot be started: {error.reason}; it is tried again in {wait:g} s"
+        key = self._key_of(boot)
+        self._outages[key] = _Outage(self._outages[key].since, now + wait)
+        text = f"cannot be started: {error.reason}; it is tried again in {wait:.3g} s"
         self._display.event(process_name(boot.role, boot.index), text, "WARNING")
 
     @property
@@ -183,20 +200,28 @@ class Recovery:
         """Whether a process is missing, about to be killed, or not ready yet."""
         return bool(self._outages or self._disconnected)
 
-    def must_kill(self, role: Role) -> bool:
-        """Whether the running processes of this role must be killed.
+    def must_kill(self, running: Child) -> bool:
+        """Whether a running process must be killed.
 
-        That is so if a worker of the same model died, or after a protocol violation.
+        That is so if another worker of its engine died, or after a protocol violation.
         """
-        return self._is_incomplete(role) or self._violations.get(role) == self._epoch_of(role)
+        if running.engine is None:
+            return False
+        violation = self._violations.get((running.role, running.engine))
+        epoch = self._epoch_of(running.role, running.engine)
+        return violation == epoch or self._is_expected(running)
 
     def not_ready(self) -> list[NotReady]:
-        """Return the reasons why the daemon is not ready: a missing engine or missing workers."""
-        return [
-            NotReady(f"{process_name(*key)} is being restarted", outage.since)
-            for key, outage in self._outages.items()
-            if key[0] != "api_server"
-        ]
+        """Return the reasons why engines are not ready: a missing engine or missing workers."""
+        found = []
+        for key, outage in self._outages.items():
+            engine = self._engine_of(key)
+            if engine is not None:
+                rests = engine in self._resting
+                what = "rests before its next restart" if rests else "is being restarted"
+                what = f"{process_name(*key)} {what}"
+                found.append(NotReady(what, outage.since, engine, is_restarted=True, rests=rests))
+        return found
 
     def seconds_to_next_restart(self) -> float | None:
         """Seconds until the next start; None if none is planned."""
@@ -206,7 +231,7 @@ class Recovery:
     def pop_due_restarts(self, running: Iterable[Child]) -> list[RestartPlan]:
         """Return the restarts that are due, the engine first. running: processes that exist."""
         now = self._clock()
-        occupied = {_key_of(child) for child in running}
+        occupied = {self._key_of(child) for child in running}
         due = [
             key
             for key, outage in self._outages.items()
@@ -218,18 +243,22 @@ class Recovery:
     def note_message(self, message: Message) -> None:
         """Note a message: readiness, progress, a pause, adapters, or a protocol violation."""
         if isinstance(message, Heartbeat):
-            if message.worker_epoch == self._epochs.worker_epoch:
-                self._budget.reset()
+            engine = self._epochs.engine_of("worker", message.worker_epoch)
+            if engine is not None:
+                self._budgets[engine].reset()
+                self._budgets[None].reset()
         elif isinstance(message, Paused):
             self._epochs.pause_mode = message.mode
         elif isinstance(message, AdapterList):
             self._epochs.note_adapters(message)
         elif isinstance(message, WorkersReady):
-            if message.worker_epoch == self._epochs.worker_epoch:
-                self._end_outage(("worker", 0))
+            engine = self._epochs.engine_of("worker", message.worker_epoch)
+            if engine is not None:
+                self._end_outage(("worker", self._epochs.workers_of(engine)[0]))
         elif isinstance(message, EngineReady):
-            if message.epoch == self._epochs.epoch:
-                self._end_outage(("engine_core", 0))
+            engine = self._epochs.engine_of("engine_core", message.epoch)
+            if engine is not None:
+                self._end_outage(("engine_core", engine))
         elif isinstance(message, FrontEndReady):
             self._end_outage(("api_server", message.index))
         elif isinstance(message, ProtocolViolation):
@@ -237,23 +266,27 @@ class Recovery:
 
     def _plan_restart(self, key: ProcessKey) -> RestartPlan:
         role, index = key
+        engine = self._engine_of(key)
         self._outages[key].started = True
+        if engine is not None and self._resting.pop(engine, None) is not None:
+            self._budgets[engine].reset()
         hung = key in self._disconnected
         announcements = [] if hung else self._announce(key)
         self._disconnected.discard(key)
-        announcements.append(("api_server", Restarted(role, hung)))
-        indices = range(self._num_workers) if role == "worker" else (index,)
+        announcements.append(Announcement("api_server", Restarted(role, hung, engine)))
+        indices = range(index, index + self._epochs.num_ranks) if role == "worker" else (index,)
         boots = [self._epochs.make_boot(role, number, hung=hung) for number in indices]
         return RestartPlan(announcements, boots)
 
     def _announce(self, key: ProcessKey) -> list[Announcement]:
         """Assign the epoch of the successor; return the messages that announce it."""
         role, index = key
+        engine = self._engine_of(key)
+        if engine is None:
+            return self._epochs.new_front_end(index)
         if role == "engine_core":
-            return self._epochs.new_engine()
-        if role == "worker":
-            return self._epochs.new_workers()
-        return self._epochs.new_front_end(index)
+            return self._epochs.new_engine(engine)
+        return self._epochs.new_workers(engine)
 
     def _end_outage(self, key: ProcessKey) -> None:
         outage = self._outages.get(key)
@@ -264,25 +297,48 @@ class Recovery:
 
     def _note_violation(self, message: ProtocolViolation) -> None:
         """Note a violation, unless it is by a process of an older epoch, which has ended."""
-        is_new = self._violations.get(message.role) != message.epoch
-        if is_new and message.epoch == self._epoch_of(message.role):
-            self._violations[message.role] = message.epoch
-            name = process_name(message.role, message.index)
-            what = f"sent an invalid message and is killed: {message.reason}"
-            self._display.event(name, what, "WARNING")
+        engine = self._epochs.engine_of(message.role, message.epoch)
+        if engine is None or self._violations.get((message.role, engine)) == message.epoch:
+            return
+        self._violations[message.role, engine] = message.epoch
+        name = process_name(message.role, message.index)
+        what = f"sent an invalid message and is killed: {message.reason}"
+        self._display.event(name, what, "WARNING")
 
-    def _epoch_of(self, role: Role) -> int:
-        return self._epochs.worker_epoch if role == "worker" else self._epochs.epoch
+    def _epoch_of(self, role: Role, engine: int) -> int:
+        epochs = self._epochs.worker_epochs if role == "worker" else self._epochs.epochs
+        return epochs[engine]
 
-    def _is_expected(self, dead: Child) -> bool:
-        """Whether it was killed because another worker of the model had died."""
-        return self._is_incomplete(dead.role)
+    def _must_rest(self, dead: Child) -> bool:
+        """Whether a restart now does not help: after an error of the user's, or many restarts.
 
-    def _is_incomplete(self, role: Role) -> bool:
-        """Whether some workers have died and the others still run."""
-        outage = self._outages.get((role, 0))
-        return role == "worker" and outage is not None and not outage.started
+        Workers of an engine that rests end, too, when no engine comes.
+        """
+        is_error = exit_report.user_error(dead.fatal_error) is not None
+        return is_error or dead.engine in self._resting or self._budgets[dead.engine].exhausted
 
+    def _has_other(self, engine: int | None) -> bool:
+        """Whether another engine than this one is left that does not rest.
 
-def _key_of(process: Child | ProcessBoot) -> ProcessKey:
-    return process.role, 0 if process.role == "worker" else process.index
+        None stands for a front end, for which no other can be.
+        """
+        others = set(range(self._epochs.num_engines)) - self._resting.keys() - {engine}
+        return engine is not None and self._max_restarts > 0 and bool(others)
+
+    def _is_expected(self, process: Child) -> bool:
+        """Whether it is killed because another worker of its engine has died."""
+        outage = self._outages.get(self._key_of(process))
+        return process.role == "worker" and outage is not None and not outage.started
+
+    def _key_of(self, process: Child | ProcessBoot) -> ProcessKey:
+        index = process.index
+        if process.role == "worker":
+            index -= index % self._epochs.num_ranks
+        return process.role, index
+
+    def _engine_of(self, key: ProcessKey) -> int | None:
+        """Return the engine of a process; None for a front end."""
+        role, index = key
+        if role == "worker":
+            return index // self._epochs.num_ranks
+        return index if role == "engine_core" else None

@@ -3,7 +3,8 @@
 Start reading at `Supervisor._run_loop`: it waits for messages, exits of processes and signals.
 
 Until the daemon is ready for the first time, the death of any process ends it. After that a dead
-process is restarted (a worker together with all workers of its model), and the others are notified.
+process is restarted (a worker together with all workers of its engine), and the others are
+notified.
 Imports no torch.
 """
 
@@ -20,7 +21,7 @@ from deploy.supervisor.exit_report import FailureLog
 from deploy.supervisor.hang_detector import HangLimits
 from deploy.supervisor.launch import Launch, Readiness, ready_message
 from deploy.supervisor.processes import Child, ChildProcesses, StartError, reap_adopted
-from deploy.supervisor.recovery import Recovery, RestartBudget
+from deploy.supervisor.recovery import Recovery
 from deploy.supervisor.reload.actions import ReloadActions
 from deploy.supervisor.reload.phases import ReloadContext
 from deploy.supervisor.reload.reload import Reload, ReloadReporter, take_wanted_model
@@ -51,7 +52,7 @@ from proto.messages.lifecycle import (
     ProtocolViolation,
 )
 from proto.messages.lora import AdapterList
-from proto.messages.stats import METRIC_BYTES
+from proto.messages.stats import metric_bytes
 from proto.runtime.run_directory import RunDirectory, remove_pixels
 from proto.runtime.sockets import Poller
 
@@ -81,7 +82,7 @@ class Supervisor:
         self._shutdown_limits = shutdown_limits
         self._poller = Poller()
         self._children = ChildProcesses(launch, self._poller)
-        self._readiness = Readiness(range(launch.num_front_ends))
+        self._readiness = Readiness(launch.num_engines, launch.num_front_ends)
         self._failures = FailureLog(display)
         self._had_terminal = has_terminal()
         # To be asked before `run` gives the signal a handler
@@ -103,7 +104,8 @@ class Supervisor:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
             metrics_fd = os.memfd_create("tokend-metrics")
-            os.ftruncate(metrics_fd, self._launch.num_front_ends * METRIC_BYTES)
+            row_bytes = metric_bytes(self._launch.num_engines)
+            os.ftruncate(metrics_fd, self._launch.num_front_ends * row_bytes)
             try:
                 self._create_parts(directory.path, death_pipe[0], metrics_fd)
                 for role, index in self._launch.processes():
@@ -124,7 +126,6 @@ class Supervisor:
         """Create the parts that need the run directory."""
         self._run_dir = run_dir
         launch, config = self._launch, self._launch.config
-        num_workers = config.parallel.tensor_parallel_size
         template = ProcessBoot(
             protocol_version=PROTOCOL_VERSION,
             role="engine_core",
@@ -143,8 +144,8 @@ class Supervisor:
         listen_fds = tuple(listener.fileno() for listener in launch.listeners)
         admin_fds = tuple(listener.fileno() for listener in launch.admin_listeners)
         self._epochs = EpochCounter(template, listen_fds, admin_fds)
-        budget = RestartBudget(config.reliability.max_restarts)
-        self._recovery = Recovery(self._epochs, budget, self._display, num_workers)
+        max_restarts = config.reliability.max_restarts
+        self._recovery = Recovery(self._epochs, max_restarts, self._display)
         limits = HangLimits.of(config.reliability)
         self._watchdog = Watchdog(limits, self._epochs, self._recovery, self._display)
         context = ReloadContext(
@@ -154,7 +155,6 @@ class Supervisor:
             ReloadActions(launch, self._children, self._poller, self._readiness),
             config.reliability.reload_strategy,
             launch.num_front_ends,
-            num_workers,
         )
         state = launch.state(os.getpid())
         reporter = ReloadReporter(run_dir, state, self._display, self._notifier)
@@ -292,7 +292,7 @@ class Supervisor:
     def _restart_dead_processes(self) -> None:
         """Start successors of dead processes when they are due, and notify the other processes."""
         for child in self._current_processes():
-            if self._recovery.must_kill(child.role):
+            if self._recovery.must_kill(child):
                 child.send_signal(signal.SIGKILL)
         for announcements, boots in self._recovery.pop_due_restarts(self._current_processes()):
             self._announce(announcements)  # processes started just now get them, too
@@ -320,10 +320,11 @@ class Supervisor:
 
     def _announce(self, announcements: Sequence[Announcement]) -> None:
         """Send messages to the current generation, and NewFrontEnd to all engines."""
-        for role, message in announcements:
+        for role, message, engine in announcements:
             for child in self._children.running:
                 concerned = isinstance(message, NewFrontEnd) or self._epochs.is_current(child)
-                if child.role == role and concerned:
+                is_addressed = child.role == role and engine in (None, child.engine)
+                if is_addressed and concerned:
                     child.send(message)
 
     def _current_processes(self) -> list[Child]:

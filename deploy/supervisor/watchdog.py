@@ -2,9 +2,9 @@
 
 Once a hung process was killed, its exit is handled like any other (recovery.py, reload/).
 
-    front ends                                      one hang detector
-    engine, workers of the current generation       one
-    engine, workers of another one (in a reload)    one, without effect on readiness
+    front ends                                          one hang detector
+    an engine and its workers                           one
+    those of another generation (during a reload)       one, without effect on readiness
 
 A hung process prints its stacks and is killed:
 
@@ -66,8 +66,10 @@ class HungProcessRemoval(DueSignals):
         return self._clock() - self.since > _STUCK_SECONDS and not self.done
 
 
-_FRONT_ENDS: Final = 0
-"""Generation number under which front ends are counted, which belong to no generation."""
+_Group = tuple[int, int | None]
+"""Generation and index of an engine."""
+_FRONT_ENDS: Final[_Group] = (0, None)
+"""The group of front ends, which belong to no generation."""
 
 
 class Watchdog:
@@ -90,8 +92,8 @@ class Watchdog:
         self._recovery = recovery
         self._display = display
         self._clock = clock
-        self._detectors: dict[int, HangDetector] = {}
-        self._watched: dict[tuple[int, Process], Child] = {}
+        self._detectors: dict[_Group, HangDetector] = {}
+        self._watched: dict[tuple[_Group, Process], Child] = {}
         self._removals: dict[Child, HungProcessRemoval] = {}
         self._last_status: dict[Child, HealthStatus] = {}
         self._paused_since: float | None = None
@@ -106,8 +108,8 @@ class Watchdog:
         key = _key(child)
         if self._watched.get(key) is not child:
             return
-        generation, process = key
-        detector = self._detectors[generation]
+        group, process = key
+        detector = self._detectors[group]
         if isinstance(message, Alive | EngineAlive):
             detector.note_answer(process)
         elif isinstance(message, EngineReady | FrontEndReady):
@@ -116,10 +118,11 @@ class Watchdog:
             detector.note_awaits_ranks(process)
         else:
             detector.note_message(process)
-        if isinstance(message, EngineAlive):
+        if isinstance(message, EngineAlive) and child.engine is not None:
             # workers are replaced only in the current generation
             is_current = self._epochs.is_current(child)
-            epoch = self._epochs.worker_epoch if is_current else message.worker_epoch
+            epochs = self._epochs.worker_epochs
+            epoch = epochs[child.engine] if is_current else message.worker_epoch
             detector.note_engine_report(message, epoch)
 
     def find_hung(self, running: Sequence[Child]) -> list[Child]:
@@ -129,12 +132,12 @@ class Watchdog:
         """
         self._update_watched(running)
         found = []
-        for generation, detector in self._detectors.items():
+        for group, detector in self._detectors.items():
             for process in detector.pop_due_pings():
-                self._watched[generation, process].send(Ping())
+                self._watched[group, process].send(Ping())
             for hang in detector.find_hangs():
                 detector.ignore(hang.process)
-                child = self._watched[generation, hang.process]
+                child = self._watched[group, hang.process]
                 self._display.event(
                     child.name,
                     f"(pid {child.pid}) hangs, {hang.missing} for {hang.seconds:.1f} s "
@@ -175,19 +178,23 @@ class Watchdog:
         now = {_key(child): child for child in running}
         for key, child in list(self._watched.items()):
             if now.get(key) is not child:
-                generation, process = key
-                self._detectors[generation].unwatch(process)
+                group, process = key
+                self._detectors[group].unwatch(process)
                 self._last_status.pop(child, None)
                 del self._watched[key]
         self._detectors = {
-            generation: self._detectors.get(generation) or HangDetector(self._limits, self._clock)
-            for generation, _ in now
+            group: self._detectors.get(group) or self._new_detector(group) for group, _ in now
         }
         for key, child in now.items():
             if key not in self._watched:
-                generation, process = key
-                self._detectors[generation].watch(process)
+                group, process = key
+                self._detectors[group].watch(process)
                 self._watched[key] = child
+
+    def _new_detector(self, group: _Group) -> HangDetector:
+        _, engine = group
+        first_worker = 0 if engine is None else self._epochs.workers_of(engine)[0]
+        return HangDetector(self._limits, self._clock, engine, first_worker)
 
     def _not_ready(self) -> Iterator[NotReady]:
         """Yield reasons: a pause, and processes that hang, or are near their limit.
@@ -200,15 +207,18 @@ class Watchdog:
             if self._paused_since is None:
                 self._paused_since = self._clock()
             yield NotReady("paused by POST /pause", self._paused_since)
-        detector = self._detectors.get(self._epochs.generation)
-        if detector is not None:
-            yield from detector.not_ready()
+        for engine in range(self._epochs.num_engines):
+            detector = self._detectors.get((self._epochs.generation, engine))
+            if detector is not None:
+                yield from detector.not_ready()
         for child, removal in self._removals.items():
             if self._epochs.is_current(child):
-                yield NotReady(f"{child.name} hangs and is killed", removal.since)
+                what = f"{child.name} hangs and is killed"
+                yield NotReady(what, removal.since, child.engine)
 
 
-def _key(child: Child) -> tuple[int, Process]:
-    """Return the generation of a process, and its role and index."""
-    generation = _FRONT_ENDS if child.role == "api_server" else child.generation
-    return generation, (child.role, child.index)
+def _key(child: Child) -> tuple[_Group, Process]:
+    """Return the group of a process, and its role and index."""
+    is_front_end = child.role == "api_server"
+    group = _FRONT_ENDS if is_front_end else (child.generation, child.engine)
+    return group, (child.role, child.index)

@@ -156,10 +156,12 @@ def start_trace(
     epoch: int,
     enable_prefix_caching: bool,
     encoder: EncoderLimits | None = None,
+    engine: int = 0,
 ) -> tuple[TraceFile, TraceRecorder] | None:
     """Return the trace of an engine and what writes its lines; None without --sched-trace.
 
-    scheduler: settings in effect. epoch: of the engine. encoder: of a model that reads images.
+    scheduler: settings in effect. epoch, engine: of the engine, and its index. encoder: of a
+    model that reads images.
     Raises ConfigError if the file cannot be created.
     """
     if config.sched_trace is None:
@@ -178,6 +180,7 @@ def start_trace(
         num_draft_positions=worker.num_draft_positions,
         num_dropped_blocks=worker.num_dropped_blocks,
         encoder=encoder,
+        engine=engine,
     )
     started_at = time.monotonic()
     file = TraceFile(path_of_epoch(config.sched_trace, epoch), config.sched_trace_max_bytes)

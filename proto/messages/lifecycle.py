@@ -33,16 +33,22 @@ supervisor ──Drain──▶ front ends ──DrainProgress──▶ supervis
 
 Numbers that tell successive processes apart:
 
-epoch         Which engine. New when an engine starts. Names the sockets between engine and front
-              ends, and is in every message between them.
+epoch         Which incarnation of which engine. New when an engine starts. Names the sockets
+              between engine and front ends, and is in every message between them.
 worker_epoch  Which workers with which engine. New when an engine or a worker starts. Names the
               sockets between engine and workers, and is in every message between them.
-generation    Which reload: the epoch of the engine that a start or a reload has brought. Engines
-              and workers that replace dead ones have the same generation.
+generation    Which reload: the epoch of the first engine that a start or a reload has brought;
+              that of engine i is i more. Engines and workers that replace dead ones have the
+              same generation.
 incarnation   Restarts of one process (role, index), from 0. Names its socket to the supervisor;
               part of the request ids of a front end.
 
 Epochs of both kinds come from one counter of the supervisor (`EpochCounter`), so none occurs twice.
+
+--data-parallel-size N starts N engines, each with T workers of its own (--tensor-parallel-size):
+
+index         Which process of a role: engines 0 … N - 1, workers 0 … N·T - 1.
+rank          Which worker of an engine: 0 … T - 1. Worker `index` is of engine index // T.
 """
 
 import time
@@ -82,7 +88,9 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a process needs to start, read from an inherited descriptor.
 
     role, index: which process this is ("worker", 0).
-    epoch, worker_epoch, generation, incarnation: see the table at the top of this file.
+    epoch, worker_epoch, generation, incarnation: see the tables at the top of this file; of a
+        front end, the epochs of engine 0.
+    engine_epochs: for a front end, the epoch of each engine, by index.
     num_hung: restarts of this process after a hang.
     born_at: start of the process, seconds of the monotonic clock.
     run_dir: the daemon's private directory, for sockets.
@@ -117,6 +125,26 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     born_at: float = 0.0
     draft_model: PreparedModel | None = None
     adapters: tuple[AdapterCard, ...] | None = None
+    engine_epochs: tuple[int, ...] = (1,)
+
+    @property
+    def engine(self) -> int:
+        """Index of the engine that a worker serves, or of this engine; 0 for a front end."""
+        if self.role == "worker":
+            return self.index // self.config.parallel.tensor_parallel_size
+        return self.index if self.role == "engine_core" else 0
+
+    @property
+    def rank(self) -> int:
+        """Number of a worker among those of its engine; 0 for another process."""
+        if self.role == "worker":
+            return self.index % self.config.parallel.tensor_parallel_size
+        return 0
+
+    @property
+    def replaces_dead(self) -> bool:
+        """Whether a worker replaces a dead one, or serves an engine that does."""
+        return self.worker_epoch != self.generation + self.engine
 
 
 class PlanBoot(msgspec.Struct, frozen=True, kw_only=True):
@@ -342,6 +370,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     starts: start phases of the workers and of the engine itself.
     kernels, kv_cache_grows: of a worker. drafts: methods by which tokens are drafted, and how many.
     kv_events: where the engine publishes KV events; None if it does not.
+    engine: index of the engine.
     """
 
     protocol_version: int
@@ -362,6 +391,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     kv_cache_grows: bool = False
     drafts: str = ""
     kv_events: KVEventsConfig | None = None
+    engine: int = 0
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
@@ -403,8 +433,6 @@ class PhaseClock:
 class Progress(msgspec.Struct, array_like=True, tag=15, frozen=True):
     """Progress of a long operation, for the terminal. `fraction` is 0 to 1, or None if unknown."""
 
-    role: Role
-    index: int
     what: str
     fraction: float | None = None
 
@@ -412,8 +440,6 @@ class Progress(msgspec.Struct, array_like=True, tag=15, frozen=True):
 class Notice(msgspec.Struct, array_like=True, tag=16, frozen=True):
     """One line for the operator. is_warning: something is wrong."""
 
-    role: Role
-    index: int
     message: str
     is_warning: bool = False
 
@@ -433,17 +459,19 @@ class Shutdown(msgspec.Struct, array_like=True, tag=18, frozen=True):
 class NewEngine(msgspec.Struct, array_like=True, tag=19, frozen=True):
     """A new engine starts in place of the old one: connect to the sockets of these epochs.
 
-    Workers drop requests and KV and keep their weights. Front ends send open requests again.
+    Its workers drop requests and KV and keep their weights. Front ends send open requests again.
     died: True after a crash; False if the old engine shuts down for a reload in place.
+    engine: its index.
     """
 
     epoch: int
     worker_epoch: int
     died: bool = True
+    engine: int = 0
 
 
 class NewWorkers(msgspec.Struct, array_like=True, tag=20, frozen=True):
-    """All workers that share a model are replaced, because one of them died."""
+    """All workers of an engine are replaced, because one of them died."""
 
     worker_epoch: int
 
@@ -458,11 +486,13 @@ class NewFrontEnd(msgspec.Struct, array_like=True, tag=21, frozen=True):
 class Restarted(msgspec.Struct, array_like=True, tag=22, frozen=True):
     """A process was restarted; for the metrics of the front ends.
 
-    hung: whether it was killed because it hung.
+    hung: whether it was killed because it hung. engine: its index, or that of the workers' engine;
+    None for a front end.
     """
 
     role: Role
     hung: bool = False
+    engine: int | None = None
 
 
 class WorkersReady(msgspec.Struct, array_like=True, tag=24, frozen=True):
@@ -474,7 +504,7 @@ class WorkersReady(msgspec.Struct, array_like=True, tag=24, frozen=True):
 class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
     """The engine is paused, or resumed if `mode` is None. A later engine starts in the same state.
 
-    The supervisor forwards it to the other engines that exist during a reload.
+    Front ends ask all engines. The supervisor forwards it to the other engine during a reload.
     """
 
     mode: PauseMode | None
@@ -565,14 +595,25 @@ class WaitingForRanks(msgspec.Struct, array_like=True, tag=61, frozen=True):
 
 
 class NotReady(msgspec.Struct, array_like=True, frozen=True):
-    """A reason why the daemon is not ready. since: seconds of the monotonic clock."""
+    """A reason why an engine is not ready. since: seconds of the monotonic clock.
+
+    engine: its index; None if the reason is one of the whole daemon. is_restarted: it, or its
+    workers, have ended, and successors are planned or start; other engines can take its requests.
+    rests: they are started only after minutes, and then with the pause and adapters of the others.
+    """
 
     what: str
     since: float
+    engine: int | None = None
+    is_restarted: bool = False
+    rests: bool = False
 
 
 class HealthStatus(msgspec.Struct, array_like=True, tag=38, frozen=True):
-    """All reasons why the daemon is not ready now, for /health/ready; replaces the last message."""
+    """All reasons why the daemon or one of its engines is not ready now, for /health/ready.
+
+    Replaces the last message. The daemon is ready as long as one engine is.
+    """
 
     reasons: tuple[NotReady, ...] = ()
 
@@ -587,8 +628,8 @@ class FrontEndStalled(msgspec.Struct, array_like=True, tag=34, frozen=True):
 class ProtocolViolation(msgspec.Struct, array_like=True, tag=60, frozen=True):
     """A process has sent an invalid message and is ignored from now on; the supervisor kills it.
 
-    epoch: for a worker its worker epoch, for an engine its epoch; in a later epoch the message
-    is out of date. reason: for the operator.
+    index: of the process, as in its name. epoch: for a worker its worker epoch, for an engine its
+    epoch; in a later epoch the message is out of date. reason: for the operator.
     """
 
     role: Literal["worker", "engine_core"]
@@ -656,7 +697,7 @@ class DaemonState(msgspec.Struct, frozen=True):
     paths: of the files or folders of the model and of its draft model, absolute.
     count: completed reloads. under_way: a reload runs or is requested.
     error: error of the last reload, or "". ending: the daemon drains or stops; it does not reload.
-    needs_key: clients need an API key.
+    needs_key: clients need an API key. num_engines: that serve the model.
     """
 
     pid: int
@@ -669,6 +710,7 @@ class DaemonState(msgspec.Struct, frozen=True):
     error: str = ""
     ending: bool = False
     needs_key: bool = False
+    num_engines: int = 1
 
 
 ToSupervisor = (

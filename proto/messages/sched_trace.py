@@ -45,7 +45,7 @@ class _Line(
 class TraceHeader(_Line, frozen=True, kw_only=True, tag="header", omit_defaults=False):
     """The settings of the scheduler and the pool.
 
-    epoch: of the engine. started_at: Unix time of time_us = 0.
+    epoch, engine: of the engine, and its index. started_at: Unix time of time_us = 0.
     num_blocks: of the pool, with the null block. scheduler: settings in effect.
     groups: KV cache groups of the model. device: its name.
     num_state_slots: of the pool of recurrent states, with the null slot.
@@ -68,6 +68,7 @@ class TraceHeader(_Line, frozen=True, kw_only=True, tag="header", omit_defaults=
     num_draft_positions: int = 0
     num_dropped_blocks: int = 0
     encoder: EncoderLimits | None = None
+    engine: int = 0
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):

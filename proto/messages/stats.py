@@ -8,8 +8,14 @@ from typing import Final
 import msgspec
 
 METRIC_CELLS: Final = 2048
-"""Numbers of one front end's metrics; those of all front ends are in one shared memory."""
-METRIC_BYTES: Final = 8 * METRIC_CELLS
+"""Numbers of one front end's metrics, with those of one engine."""
+ENGINE_METRIC_CELLS: Final = 1536
+"""Numbers of one front end's metrics of each further engine."""
+
+
+def metric_bytes(num_engines: int) -> int:
+    """Return the bytes of one front end's metrics; those of all are in one shared memory."""
+    return 8 * (METRIC_CELLS + (num_engines - 1) * ENGINE_METRIC_CELLS)
 
 
 class KVEviction(msgspec.Struct, array_like=True, frozen=True):

@@ -155,8 +155,8 @@ def cores_by_node(root: Path = Path("/")) -> dict[int, list[list[int]]]:
     return dict(sorted(nodes.items()))
 
 
-def node_of_rank(
-    rank: int, num_workers: int, num_threads: int, root: Path = Path("/")
+def node_of_worker(
+    index: int, num_workers: int, num_threads: int, root: Path = Path("/")
 ) -> int | None:
     """Return the memory node on which all threads of a worker have a core.
 
@@ -167,7 +167,7 @@ def node_of_rank(
     if len(cores_left) < 2 or num_workers * num_threads > sum(cores_left.values()):
         return None
     node = None
-    for _ in range(rank + 1):
+    for _ in range(index + 1):
         node = max(cores_left, key=cores_left.__getitem__)
         if cores_left[node] < num_threads:
             return None

@@ -64,6 +64,7 @@ PARTS: Final[Mapping[str, tuple[Kind, tuple[str, ...]]]] = {
 """Settings that name a part, which may be from outside: its kind, and the built-in names."""
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
+MAX_DATA_PARALLEL_SIZE: Final = 64
 
 
 def memory_size(num_bytes: int) -> str:
@@ -147,8 +148,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: KVCacheDType = "auto"
     """Data type of the KV cache: int8 has scales (CPU), fp8 is e4m3 (GPU); others are unscaled."""
     kv_cache_memory: int | None = None
-    """Bytes of the KV pool of all workers (suffixes K, M, G, T); by default on a CPU three quarters
-    of the memory that weights and steps leave free."""
+    """Bytes of the KV pool of all workers of an engine (suffixes K, M, G, T); by default on a CPU
+    three quarters of its share of the memory that weights and steps leave free."""
     num_state_slots: int | None = None
     """Slots for the states of recurrent layers. A running sequence takes two, three while it holds
     a cached state that it began with, and one without prefix caching; by default twice the two
@@ -289,8 +290,24 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: int = 1
     """Number of workers (one per device) that share each layer; on a CPU they share the cores."""
+    data_parallel_size: int = 1
+    """Number of engines that serve the model, each with workers and a KV pool of its own."""
     enable_expert_parallel: bool = False
     """Give each worker whole experts of an MoE layer instead of a part of each."""
+
+    @property
+    def flags(self) -> str:
+        """The flags that say how many workers there are, for messages."""
+        ranks = f"--tensor-parallel-size {self.tensor_parallel_size}"
+        if self.data_parallel_size == 1:
+            return ranks
+        engines = f"--data-parallel-size {self.data_parallel_size}"
+        return f"{engines} with {ranks}" if self.tensor_parallel_size > 1 else engines
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all engines together."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from proto.messages.engine_io import MAX_FRONT_ENDS
 from proto.messages.lifecycle import LEAST_STATE_SLOTS
 from proto.messages.prepared_model import VisionFacts
 from proto.settings.config import (
+    MAX_DATA_PARALLEL_SIZE,
     MAX_TENSOR_PARALLEL_SIZE,
     SECRET_FIELDS,
     CacheConfig,
@@ -52,13 +53,14 @@ _POSITIVE: Final = frozenset(
         *("encoder_cache_size", "crashes_until_isolated", "tensor_parallel_size", "cpu_threads"),
         *("api_server_count", "stream_interval", "max_response_bytes", "sched_trace_max_bytes"),
         *("max_loras", "max_cpu_loras", "max_lora_rank", "max_lora_wait_steps", "max_image_pixels"),
-        *("max_image_bytes", "media_memory"),
+        *("max_image_bytes", "media_memory", "data_parallel_size"),
     }
 )
 _AT_LEAST: Final = {"num_state_slots": LEAST_STATE_SLOTS, **dict.fromkeys(_POSITIVE, 1)}
 _AT_MOST: Final = {
     "api_server_count": MAX_FRONT_ENDS,
     "tensor_parallel_size": MAX_TENSOR_PARALLEL_SIZE,
+    "data_parallel_size": MAX_DATA_PARALLEL_SIZE,
 }
 _NOT_NEGATIVE: Final = frozenset(
     {
@@ -99,6 +101,7 @@ def validate(config: ServeConfig) -> None:
     _check_weights(config)
     _check_model(config.model)
     _check_cache(config.cache)
+    _check_kv_events(config)
     _check_scheduler(config.scheduler)
     _check_device(config)
     _check_front_end(config.frontend)
@@ -158,7 +161,6 @@ def _check_cache(cache: CacheConfig) -> None:
         raise ConfigError(
             "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool: give one"
         )
-    _check_kv_events(cache)
     _check_kv_transfer(cache)
 
 
@@ -401,8 +403,12 @@ def _check_device(config: ServeConfig) -> None:
         raise ConfigError(f"--attention-backend {device.attention_backend} needs --device {needed}")
 
 
-def _check_kv_events(cache: CacheConfig) -> None:
-    if cache.parsed_kv_events() is not None and not cache.enable_prefix_caching:
+def _check_kv_events(config: ServeConfig) -> None:
+    events = config.cache.parsed_kv_events()
+    if events is None:
+        return
+    events.check_engines(config.parallel.data_parallel_size)
+    if not config.cache.enable_prefix_caching:
         raise ConfigError(
             "--kv-events-config publishes what the prefix cache holds, "
             "and --no-enable-prefix-caching turns it off"

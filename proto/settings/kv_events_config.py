@@ -11,6 +11,7 @@ from proto.settings.json_flag import convert_object, flag_error, parse_json_flag
 
 FIELD: Final = "kv_events_config"
 MAX_TOPIC_BYTES: Final = 256
+MAX_PORT: Final = 65535
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +20,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_kv_cache_events: whether they are published at all.
     publisher: "zmq", or "null" for none; by default as `enable_kv_cache_events` says.
     endpoint: of the PUB socket, which is always bound: tcp://HOST:PORT (HOST * for all interfaces,
-        PORT 0 for a free one), ipc:///PATH, or ipc for a socket in the daemon's run directory.
+        PORT 0 for a free one), ipc:///PATH, or ipc for a socket in the daemon's run directory; of
+        engine 0, see `of_engine`.
     replay_endpoint: of the ROUTER socket that sends batches again; the same forms, None for none.
     buffer_steps: batches kept for it.
     hwm: batches that wait for a slow subscriber; it loses further ones.
@@ -43,6 +45,39 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.replay_endpoint is not None:
             found.append(("replay_endpoint", self.replay_endpoint))
         return found
+
+    def of_engine(self, engine: int) -> "KVEventsConfig":
+        """Return the configuration of the engine with this index, whose endpoints are its own.
+
+        Ports count on as in vLLM; a path gets a suffix. Port 0 and `ipc` differ by themselves.
+        """
+        if not engine:
+            return self
+        own = {}
+        for key, endpoint in self.endpoints:
+            start, _, port = endpoint.rpartition(":")
+            if endpoint.startswith("ipc:"):
+                own[key] = f"{endpoint}_dp{engine}"
+            elif endpoint.startswith("tcp:") and port != "0":
+                own[key] = f"{start}:{int(port) + engine}"
+        return msgspec.structs.replace(self, **own)
+
+    def check_engines(self, num_engines: int) -> None:
+        """Raise ConfigError if the endpoints of all engines are not different ports."""
+        ports = [
+            range(port, port + num_engines)
+            for _, endpoint in self.endpoints
+            if endpoint.startswith("tcp:") and (port := int(endpoint.rpartition(":")[2]))
+        ]
+        engines = f"of {num_engines} engines (--data-parallel-size)"
+        if any(each[-1] > MAX_PORT for each in ports):
+            raise flag_error(FIELD, f": the ports {engines} go beyond {MAX_PORT}")
+        if len(ports) == 2 and abs(ports[0].start - ports[1].start) < num_engines:
+            raise flag_error(
+                FIELD,
+                f": the ports {engines} overlap: {ports[0].start} to {ports[0][-1]} of endpoint, "
+                f"{ports[1].start} to {ports[1][-1]} of replay_endpoint",
+            )
 
     @property
     def is_fixed(self) -> bool:

@@ -106,22 +106,28 @@ def make_boot(
     seed: int | None = None,
     index: int = 0,
     lora: LoRAConfig | None = None,
+    engine_epochs: tuple[int, ...] = (1,),
 ) -> ProcessBoot:
     trace = TraceConfig(profiler_config=profiler_config(f"{run_dir}/profiles"))
     config = ServeConfig(
         model=ModelConfig(seed=seed), frontend=frontend, trace=trace, lora=lora or LoRAConfig()
     )
     return lifecycle_messages.boot(
-        "api_server", run_dir=run_dir, config=config, model=model, index=index
+        "api_server",
+        run_dir=run_dir,
+        config=config,
+        model=model,
+        index=index,
+        engine_epochs=engine_epochs,
     )
 
 
 @dataclass
 class FrontEnd:
-    """A running front end, its scripted engine and a client."""
+    """A running front end, its scripted engines and a client. engine: the first one."""
 
     app_state: AppState
-    engine: FakeEngine
+    engines: list[FakeEngine]
     http: httpx.AsyncClient
     url: str
     run_dir: str
@@ -130,15 +136,22 @@ class FrontEnd:
     boot: ProcessBoot
     app: FastAPI
 
-    async def lose_engine(self) -> FakeEngine:
-        """Replace the dead engine by a new one, which is not ready yet; return it."""
-        await self.engine.close()
-        epoch, old = self.engine.epoch + 1, self.engine
+    @property
+    def engine(self) -> FakeEngine:
+        return self.engines[0]
+
+    async def lose_engine(self, index: int = 0) -> FakeEngine:
+        """Replace a dead engine by a new one, which is not ready yet; return it."""
+        old = self.engines[index]
+        await old.close()
+        epoch = max(engine.epoch for engine in self.engines) + 1
         path = front_end_path(self.run_dir, epoch, 0)
-        self.engine = FakeEngine(path, vocab_size=old.vocab_size, epoch=epoch, accepts=old.accepts)
-        self.app_state.client.reconnect(Link.connect(path, FromEngine), epoch)
-        self.app.state.app_state = dataclasses.replace(self.app_state, epoch=epoch)
-        return self.engine
+        new = FakeEngine(path, vocab_size=old.vocab_size, epoch=epoch, accepts=old.accepts)
+        self.engines[index] = new
+        self.app_state.client.reconnect(Link.connect(path, FromEngine), epoch, index)
+        if index == 0:
+            self.app.state.app_state = dataclasses.replace(self.app_state, epoch=epoch)
+        return new
 
     async def complete(self, **fields: object) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"prompt": "hello", **fields})
@@ -248,22 +261,31 @@ async def serving(
     lora: LoRAConfig | None = None,
     admin_sockets: Sequence[socket.socket] = (),
     media: MediaReader | None = None,
+    num_engines: int = 1,
 ) -> AsyncIterator[FrontEnd]:
     """Run a front end that serves a model inside the context. media: reads images."""
-    path = front_end_path(run_dir, 1, index)
-    engine = FakeEngine(
-        path,
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        script=script,
-        accepts=accepts,
-    )
-    boot = make_boot(run_dir, model, config or FrontEndConfig(), seed, index, lora)
+    epochs = tuple(range(1, num_engines + 1))
+    paths = [front_end_path(run_dir, epoch, index) for epoch in epochs]
+    engines = [
+        FakeEngine(
+            path,
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            script=script,
+            accepts=accepts,
+            epoch=epoch,
+        )
+        for path, epoch in zip(paths, epochs, strict=True)
+    ]
+    boot = make_boot(run_dir, model, config or FrontEndConfig(), seed, index, lora, epochs)
     supervisor = FakeSupervisor()
-    app_state = make_app_state(boot, Link.connect(path, FromEngine), supervisor, media)
+    links = [Link.connect(path, FromEngine) for path in paths]
+    app_state = make_app_state(boot, links, supervisor, media)
     if ready:
-        engine.announce()
-        await app_state.client.wait_ready()
+        for engine in engines:
+            engine.announce()
+        while app_state.client.missing_engines:
+            await asyncio.sleep(0.001)
     app = create_app(app_state)
     server = make_server(app, app_state.config, app_state.metrics.connections, admin_sockets)
     listener = socket.create_server((host, port))
@@ -281,7 +303,7 @@ async def serving(
         timeout = httpx.Timeout(60, pool=None)
         async with httpx.AsyncClient(base_url=url, timeout=timeout, verify=False) as http:
             front_end = FrontEnd(
-                app_state, engine, http, url, run_dir, server, supervisor, boot, app
+                app_state, engines, http, url, run_dir, server, supervisor, boot, app
             )
             yield front_end
     finally:
@@ -290,7 +312,8 @@ async def serving(
         answering.cancel()
         await _close(server)
         app_state.peers.close()
-        await front_end.engine.close()
+        for engine in front_end.engines:
+            await engine.close()
 
 
 async def _close(server: HttpServer) -> None:

@@ -11,7 +11,7 @@ import uvicorn
 from api_server.http import http_server
 from api_server.http.http_server import FairListener, HttpServer
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
-from proto.messages.stats import METRIC_BYTES
+from proto.messages.stats import metric_bytes
 
 
 class CountedConnections(asyncio.Protocol):
@@ -43,7 +43,7 @@ class FrontEnds:
     """Listeners with a copy of the socket each, like separate processes."""
 
     def __init__(self, number: int) -> None:
-        memory = bytearray(number * METRIC_BYTES)
+        memory = bytearray(number * metric_bytes(1))
         self.gauges = [Gauge(MetricSheet(memory, row)) for row in range(number)]
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.socket.setblocking(False)

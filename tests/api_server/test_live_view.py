@@ -35,6 +35,8 @@ HELLO = {
     "blocks_per_cell": 1,
     "max_num_seqs": 256,
     "max_model_len": 256,
+    "engine": 0,
+    "num_engines": 1,
 }
 CELLS = [[1, RESERVED, 0], [2, HELD, 1], [1, CACHED, 0], [61, FREE, 0]]
 
@@ -176,7 +178,7 @@ async def test_all_subscribers_share_one_engine_subscription(start: StartFrontEn
                 assert (await second.next())[1]["step"] == 4
             assert front_end.engine.watches.empty()
         assert not await watches(front_end)
-        assert not front_end.app_state.live_view.has_subscribers
+        assert not front_end.app_state.live_view.has_subscribers(0)
 
 
 async def test_the_engine_gets_the_request_id_of_the_response(start: StartFrontEnd) -> None:
@@ -340,7 +342,7 @@ async def test_the_view_is_same_origin_only_and_can_be_disabled(
         foreign = {"sec-fetch-site": "cross-site"}
         response = await front_end.http.get("/view/events", headers=foreign)
         assert response.status_code == 403
-        assert not front_end.app_state.live_view.has_subscribers
+        assert not front_end.app_state.live_view.has_subscribers(0)
     async with start(config=FrontEndConfig(page=False)) as front_end:
         assert (await front_end.http.get("/view/events")).status_code == 404
 

@@ -115,7 +115,7 @@ def families() -> dict[str, Metric]:
     metrics = Metrics("toy", MetricSheet.of_one())
     http = metrics.register_http_metrics(completions.router.routes)
     metrics.max_loras = 8
-    metrics.set_engine_info(lifecycle_messages.engine_ready())
+    metrics.set_engine_info(0, lifecycle_messages.engine_ready())
     metrics.record_scheduler_stats(
         SchedulerStats(0, 0, 0.0, kv_media=[KVMediumStats("CPU", [KVCopy(7, 0.5)])]), 1, 1.0
     )

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
-from proto.messages.stats import METRIC_BYTES, SchedulerStats
+from proto.messages.stats import SchedulerStats, metric_bytes
 
 ENGINE = 4
 
@@ -16,7 +16,7 @@ class Daemon:
 
     def __init__(self, num_front_ends=2):
         self.descriptor = os.memfd_create("metrics")
-        os.ftruncate(self.descriptor, num_front_ends * METRIC_BYTES)
+        os.ftruncate(self.descriptor, num_front_ends * metric_bytes(1))
         self.front_ends = [self.front_end(row, num_front_ends) for row in range(num_front_ends)]
 
     def front_end(self, row, num_rows=2, incarnation=0, num_hung=0):
@@ -43,9 +43,9 @@ def sample(metrics, name, **labels):
 def test_counters_and_histograms_sum_all_front_ends():
     daemon = Daemon()
     first, second = daemon.front_ends
-    first.record_prompt(7)
-    second.record_prompt(40)
-    second.count_finished_choice("stop", 3)
+    first.engines[0].record_prompt(7)
+    second.engines[0].record_prompt(40)
+    second.engines[0].count_finished_choice("stop", 3)
     assert daemon.shown("vllm:prompt_tokens_total") == 47
     assert daemon.shown("vllm:request_prompt_tokens_count") == 2
     assert daemon.shown("vllm:request_prompt_tokens_sum") == 47
@@ -87,17 +87,40 @@ def test_gauges_sum_parallel_engines_and_drop_ended_ones():
             each.remove_engine(epoch)
 
 
+def test_engines_have_gauges_and_counters_of_their_own():
+    sheet = MetricSheet.of_one(num_engines=3)
+    metrics = Metrics("toy", sheet, num_engines=3)
+    for engine in range(3):
+        metrics.add_engine(10 + engine, engine)
+        stats = SchedulerStats(engine, 0, 0.1 * engine, num_preemptions=engine, num_pins_taken=1)
+        metrics.record_scheduler_stats(stats, 10 + engine, 1.0, engine)
+        metrics.engines[engine].record_prompt(5)
+    for engine in range(3):
+        label = {"engine": str(engine)}
+        assert sample(metrics, "vllm:num_requests_running", **label) == engine
+        assert sample(metrics, "vllm:num_preemptions_total", **label) == engine
+        assert sample(metrics, "vllm:request_prompt_tokens_count", **label) == 1
+    assert sample(metrics, "tokend:pins_taken_total") == 3
+
+
+def test_the_memory_holds_the_metrics_of_many_engines():
+    metrics = Metrics("toy", MetricSheet.of_one(num_engines=64), num_engines=64)
+    metrics.engines[63].record_prompt(5)
+    assert sample(metrics, "vllm:prompt_tokens_total", engine="63") == 5
+    assert sample(metrics, "vllm:prompt_tokens_total", engine="62") == 0
+
+
 def test_counts_of_a_dead_front_end_are_kept():
     daemon = Daemon()
     first, second = daemon.front_ends
-    first.record_prompt(7)
+    first.engines[0].record_prompt(7)
     first.record_scheduler_stats(SchedulerStats(3, 4, 0.25, num_preemptions=2), ENGINE, 10.0)
     second.count_restart("api_server", hung=False)
     daemon.front_ends[0] = daemon.front_end(0, incarnation=1)
     assert daemon.shown("vllm:prompt_tokens_total") == 7
     assert daemon.shown("vllm:num_preemptions_total") == 2
     assert daemon.shown("vllm:num_requests_running") == 3
-    daemon.front_ends[0].record_prompt(1)
+    daemon.front_ends[0].engines[0].record_prompt(1)
     assert daemon.shown("vllm:prompt_tokens_total") == 8
 
 

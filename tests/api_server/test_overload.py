@@ -238,8 +238,8 @@ async def test_queue_timeouts_continue_without_an_engine(start, monkeypatch):
 def stall(monkeypatch, client):
     """Make the engine stop reading; return a function that resumes it."""
     # One request is too much, but not the message about a new engine, which may be delayed.
-    monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 30)
-    link = client._current._link
+    monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 40)
+    link = client._current[0]._link
     monkeypatch.setattr(link, "_try_send", lambda frame: False)
     return lambda: monkeypatch.delattr(link, "_try_send")
 

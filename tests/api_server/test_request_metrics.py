@@ -51,8 +51,8 @@ async def test_aborted_and_refused_requests_are_in_no_phase(start):
 async def test_prompt_tokens_by_source_add_up(start, scripted):
     async with start(scripted("!")) as front_end:
         metrics = front_end.app_state.metrics
-        metrics.record_first_step(0.0, 100, 64, 48)
-        metrics.record_first_step(0.0, 10, 0, 0)
+        metrics.engines[0].record_first_step(0.0, 100, 64, 48)
+        metrics.engines[0].record_first_step(0.0, 10, 0, 0)
         found = await samples(front_end)
         name = "vllm:prompt_tokens_by_source_total"
         assert found[f"{name},local_compute"] == 46
@@ -116,8 +116,8 @@ def test_discarded_tokens():
 
     metrics.record_scheduler_stats(SchedulerStats(0, 0, 0.0, num_discarded_tokens=3), 1, 1.0)
     assert discarded("late") == 3
-    metrics.count_discarded_tokens("after_stop", 2)
-    metrics.count_discarded_tokens("repeated", 1)
+    metrics.engines[0].count_discarded_tokens("after_stop", 2)
+    metrics.engines[0].count_discarded_tokens("repeated", 1)
     assert (discarded("after_stop"), discarded("repeated")) == (2, 1)
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -48,18 +50,27 @@ def requests() -> list[dict[str, Any]]:
 
 @dataclass
 class Stream:
-    """A request and its output. choices: token ids by index. gaps: of greedy tokens."""
+    """A request and its output.
+
+    choices: token ids by index. gaps: of greedy tokens. arrivals: of events, in monotonic seconds.
+    """
 
     body: dict[str, Any]
     choices: dict[int, list[int]] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
+    arrivals: list[float] = field(default_factory=list)
     moved: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.choices.values()))
+
+    def longest_pause(self, since: float) -> float:
+        """Return the longest time between two events after a moment, in seconds."""
+        times = [since, *(each for each in self.arrivals if each > since)]
+        return max((b - a for a, b in pairwise(times)), default=0.0)
 
     async def run(self, client: httpx.AsyncClient) -> "Stream":
         """Stream to the end; fails on an error event, an error status, or an end without [DONE]."""
@@ -84,6 +95,7 @@ class Stream:
     async def _take(self, event: dict[str, Any]) -> None:
         assert "error" not in event, event
         self.usage = event.get("usage") or self.usage
+        self.arrivals.append(time.monotonic())
         async with self.moved:
             for choice in event["choices"]:
                 tokens = self.choices.setdefault(choice["index"], [])

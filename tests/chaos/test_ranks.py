@@ -58,7 +58,7 @@ def test_an_exception_in_one_rank_is_reported_once_with_its_rank(
         assert_same(was, now)
     assert daemon.text.count("Traceback") == 1
     assert re.search(r"worker 1 \(pid \d+\) .*restarted\n.*Traceback", daemon.text)
-    assert re.search(r"worker 1 failed in step \d+: InjectedFaultError", daemon.text)
+    assert re.search(r"rank 1 failed in step \d+: InjectedFaultError", daemon.text)
     assert re.search(r"worker 0 \(pid \d+\)", daemon.text) is None
     assert daemon.metric("tokend:restarts_total") == 1
 

@@ -162,6 +162,40 @@ def test_a_signal_before_the_supervisor_runs(
     assert capsys.readouterr().err == "tokend: stopped before it was ready\n"
 
 
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_workers_of_engines_that_have_no_core_are_refused_before_the_model_is_read(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.serve.usable_cores", lambda: 4)
+    monkeypatch.setattr("deploy.serve._prepare_models", _read_model)
+    words = [command, "--port", "0", "--device", "cpu", "-dp", "3", "-tp", "2"]
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == (
+        "tokend: --data-parallel-size 3 with --tensor-parallel-size 2 needs 6 cores, and there are "
+        "4: --cpu-threads 1 lets workers share cores\n"
+    )
+    for enough in (["--cpu-threads", "1"], ["-dp", "2"]):
+        with pytest.raises(ZeroDivisionError):
+            cli.main([*words, *enough])
+
+
+def test_pools_of_all_engines_count(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.serve.usable_cores", lambda: 4)
+    monkeypatch.setattr("deploy.serve.total_memory", lambda: 10 << 30)
+    words = ["serve", "--device", "cpu", "-dp", "3", "--kv-cache-memory", "4G"]
+    assert cli.main(words) == 2
+    message = (
+        "--kv-cache-memory 4.00 GiB for each of 3 engines is more than the 10.00 GiB of memory"
+    )
+    assert message in capsys.readouterr().err
+
+
+def _read_model(*arguments: object) -> None:
+    raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -64,7 +64,11 @@ def test_what_is_missing_is_named(name: str) -> None:
     ("words", "expected"),
     [
         (["--quantization", "fp8"], "--quantization fp8 is not available; see --cpu-weights"),
-        (["--data-parallel-size", "2"], "--data-parallel-size 2 is not available"),
+        (
+            ["-dpa", "10.0.0.1"],
+            "-dpa is not available: all engines of --data-parallel-size run on this machine, "
+            "behind the same front ends",
+        ),
         (["--no-disable-log-request"], "did you mean --no-disable-log-requests?"),
         (["--lang", "en"], "unknown flag --lang"),
         (["-fa", "off"], "-fa off is not available; see --attention-backend"),
@@ -149,3 +153,11 @@ def test_names_stop_at_the_model(tmp_path) -> None:
         file.write_text(f"served-model-name: {text}")
         assert built("--config", str(file)).model.served_model_name == ("a,b",)
     assert ServeConfig().model.served_names("own") == ("own",)
+
+
+def test_short_names_of_vllm_are_taken() -> None:
+    parallel = built("-dp", "2", "-tp=3").parallel
+    assert (parallel.data_parallel_size, parallel.tensor_parallel_size) == (2, 3)
+    assert parallel.num_workers == 6
+    assert refusal("-dp", "0") == "--data-parallel-size must be at least 1, got 0"
+    assert refusal("-dp", "65") == "--data-parallel-size must be at most 64, got 65"

@@ -154,7 +154,7 @@ ENGINE_READY = lifecycle_messages.engine_ready(
 
 class TestReady:
     def test_waits_for_engine_and_every_front_end(self) -> None:
-        readiness = Readiness(range(2))
+        readiness = Readiness(1, 2)
         one = FrontEndReady(1, (StartPhase("imports", 0.5),))
         for message in (one, ENGINE_READY, one):
             readiness.note_ready(message)
@@ -177,7 +177,7 @@ class TestReady:
             frontend=FrontEndConfig(api_key="hush", log_level="debug", log_format=log_format),
         )
         url = "http://127.0.0.1:81"
-        readiness = Readiness(range(1))
+        readiness = Readiness(1, 1)
         readiness.note_ready(ENGINE_READY)
         readiness.note_ready(
             FrontEndReady(0, (StartPhase("imports", 0.8), StartPhase("engine", 1.25)))
@@ -241,7 +241,7 @@ class TestReady:
         )
 
         def message(**changes: object) -> str:
-            readiness = Readiness(())
+            readiness = Readiness(1, 0)
             readiness.note_ready(msgspec.structs.replace(ENGINE_READY, **changes))
             return ready_message(launch, readiness)
 

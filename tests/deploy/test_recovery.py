@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from deploy.supervisor.epochs import EpochCounter
+from deploy.supervisor.epochs import Announcement, EpochCounter
 from deploy.supervisor.processes import StartError
-from deploy.supervisor.recovery import Recovery, RestartBudget
+from deploy.supervisor.recovery import Recovery
 from proto.errors import ErrorInfo, ModelError
 from proto.messages.lifecycle import (
     FrontEndReady,
@@ -38,26 +38,37 @@ class Process:
     pid: int = 77
 
     @property
+    def engine(self) -> int | None:
+        if self.role == "api_server":
+            return None
+        return self.index // 2 if self.role == "worker" else self.index
+
+    @property
     def name(self) -> str:
         return process_name(self.role, self.index)
 
 
 class Case:
-    """A recovery after the first start of two workers, an engine and two front ends."""
+    """A recovery after the first start of two workers, an engine and two front ends.
 
-    def __init__(self, max_restarts: int = 8) -> None:
+    num_engines: each has two workers; those of further engines come last in `processes`.
+    """
+
+    def __init__(self, max_restarts: int = 8, num_engines: int = 1) -> None:
         self.now = 1000.0
         config = ServeConfig(
-            parallel=ParallelConfig(tensor_parallel_size=2),
+            parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=num_engines),
             frontend=FrontEndConfig(api_server_count=2),
         )
         template = lifecycle_messages.boot("worker", epoch=0, worker_epoch=0, config=config)
         self.epochs = EpochCounter(template, (9,))
         self.notices = Notices()
-        budget = RestartBudget(max_restarts, lambda: self.now)
-        self.recovery = Recovery(self.epochs, budget, self.notices, 2, lambda: self.now)
+        self.recovery = Recovery(self.epochs, max_restarts, self.notices, lambda: self.now)
         self.processes = [Process("worker", 0), Process("worker", 1), Process("engine_core")]
         self.processes += [Process("api_server", 0), Process("api_server", 1)]
+        for engine in range(1, num_engines):
+            workers = [Process("worker", index) for index in self.epochs.workers_of(engine)]
+            self.processes += [*workers, Process("engine_core", engine)]
         self.first = [self.epochs.make_boot(each.role, each.index) for each in self.processes]
 
     def die(self, number: int, **how: object) -> bool:
@@ -67,6 +78,9 @@ class Case:
             return False
         self.recovery.note_death(dead)
         return True
+
+    def must_kill(self, number: int) -> bool:
+        return self.recovery.must_kill(self.processes[number])
 
     def due(self, *running: int):
         return self.recovery.pop_due_restarts([self.processes[number] for number in running])
@@ -81,22 +95,22 @@ def test_first_processes_boot_with_epoch_one() -> None:
 
 def test_the_death_of_a_worker_restarts_all_ranks() -> None:
     case = Case()
-    assert not case.recovery.must_kill("worker")
+    assert not case.must_kill(0)
     assert case.die(1)
-    assert case.recovery.must_kill("worker")
+    assert case.must_kill(0)
     assert case.due(0, 2, 3, 4) == [], "the other worker still runs"
     assert case.die(0), "the supervisor killed it, so it does not count as another death"
     (succession,) = case.due(2, 3, 4)
     assert succession.announcements == [
-        ("engine_core", NewWorkers(2)),
-        ("api_server", Restarted("worker")),
+        Announcement("engine_core", NewWorkers(2), 0),
+        Announcement("api_server", Restarted("worker", False, 0)),
     ]
     assert [(each.role, each.index, each.incarnation) for each in succession.boots] == [
         ("worker", 0, 1),
         ("worker", 1, 1),
     ]
     assert {(each.epoch, each.worker_epoch) for each in succession.boots} == {(1, 2)}
-    assert not case.recovery.must_kill("worker")
+    assert not case.must_kill(0)
     case.now += 3
     case.recovery.note_message(WorkersReady(1))
     assert len(case.notices.lines) == 1
@@ -110,16 +124,16 @@ def test_the_death_of_a_worker_restarts_all_ranks() -> None:
 def test_an_invalid_message_of_a_worker_restarts_all_ranks() -> None:
     case = Case()
     case.recovery.note_message(ProtocolViolation("worker", 1, 1, "it sends garbage"))
-    assert case.recovery.must_kill("worker")
-    assert not case.recovery.must_kill("engine_core")
+    assert case.must_kill(0)
+    assert not case.must_kill(2)
     assert case.due(0, 1, 2, 3, 4) == []
     assert case.die(1)
     assert case.die(0)
     (succession,) = case.due(2, 3, 4)
     assert [each.index for each in succession.boots] == [0, 1]
-    assert not case.recovery.must_kill("worker"), "the report does not apply to new workers"
+    assert not case.must_kill(0), "the report does not apply to new workers"
     case.recovery.note_message(ProtocolViolation("worker", 1, 1, "it is late"))
-    assert not case.recovery.must_kill("worker")
+    assert not case.must_kill(0)
     assert case.notices.lines == [
         "WARNING worker 1 sent an invalid message and is killed: it sends garbage",
         "WARNING worker 1 (pid 77) was killed by SIGKILL; it is restarted",
@@ -130,12 +144,12 @@ def test_an_invalid_message_of_the_engine_restarts_only_the_engine() -> None:
     case = Case()
     case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "it sends garbage"))
     case.recovery.note_message(ProtocolViolation("engine_core", 0, 1, "another front end says so"))
-    assert case.recovery.must_kill("engine_core")
-    assert not case.recovery.must_kill("worker")
+    assert case.must_kill(2)
+    assert not case.must_kill(0)
     assert case.die(2)
     (succession,) = case.due(0, 1, 3, 4)
     assert succession.boots[0].role == "engine_core"
-    assert not case.recovery.must_kill("engine_core")
+    assert not case.must_kill(2)
 
 
 def test_repeated_invalid_messages_end_the_daemon() -> None:
@@ -151,15 +165,15 @@ def test_a_new_engine_boots_with_the_current_front_ends_and_pause() -> None:
     case = Case()
     case.die(4)
     (succession,) = case.due(0, 1, 2, 3)
-    assert succession.announcements[0] == ("engine_core", NewFrontEnd(1, 1))
+    assert succession.announcements[0] == Announcement("engine_core", NewFrontEnd(1, 1))
     case.recovery.note_message(FrontEndReady(1))
     case.recovery.note_message(Paused("freeze"))
     case.die(2)
     (succession,) = case.due(0, 1, 3, 4)
     assert succession.announcements == [
-        ("worker", NewEngine(2, 2)),
-        ("api_server", NewEngine(2, 2)),
-        ("api_server", Restarted("engine_core")),
+        Announcement("worker", NewEngine(2, 2), 0),
+        Announcement("api_server", NewEngine(2, 2)),
+        Announcement("api_server", Restarted("engine_core", False, 0)),
     ]
     (boot,) = succession.boots
     assert (boot.epoch, boot.worker_epoch, boot.incarnation) == (2, 2, 1)
@@ -176,26 +190,28 @@ def test_the_engine_restarts_first_and_workers_get_the_later_epoch() -> None:
     case.die(2)
     engine, workers = case.due(3, 4)
     assert engine.boots[0].worker_epoch == 2
-    assert workers.announcements[0] == ("engine_core", NewWorkers(3))
+    assert workers.announcements[0] == Announcement("engine_core", NewWorkers(3), 0)
     assert {(each.epoch, each.worker_epoch) for each in workers.boots} == {(2, 3)}
 
 
 def test_a_hang_is_announced_once_before_the_process_is_dead() -> None:
     case = Case()
     worker = case.processes[1]
-    assert case.recovery.disconnect(worker) == [("engine_core", NewWorkers(2))]
+    assert case.recovery.disconnect(worker) == [Announcement("engine_core", NewWorkers(2), 0)]
     assert case.recovery.disconnect(case.processes[0]) == [], "the workers share one model"
-    assert not case.recovery.must_kill("worker")
+    assert not case.must_kill(0)
     assert case.due(0, 2, 3, 4) == []
     assert case.die(1)
-    assert case.recovery.must_kill("worker")
+    assert case.must_kill(0)
     assert case.die(0)
     (succession,) = case.due(2, 3, 4)
-    assert succession.announcements == [("api_server", Restarted("worker", hung=True))]
+    assert succession.announcements == [Announcement("api_server", Restarted("worker", True, 0))]
     assert {each.worker_epoch for each in succession.boots} == {2}
     assert case.die(2)
     (succession,) = case.due(0, 1, 3, 4)
-    assert ("api_server", Restarted("engine_core")) in succession.announcements
+    assert (
+        Announcement("api_server", Restarted("engine_core", False, 0)) in succession.announcements
+    )
 
 
 def test_a_front_end_boots_with_the_number_of_its_hangs() -> None:
@@ -217,14 +233,17 @@ def test_a_death_between_a_hang_and_its_kill_updates_both_epochs() -> None:
     case = Case()
     message = NewEngine(2, 2)
     announcements = case.recovery.disconnect(case.processes[2])
-    assert announcements == [("worker", message), ("api_server", message)]
+    assert announcements == [
+        Announcement("worker", message, 0),
+        Announcement("api_server", message),
+    ]
     case.die(0)
     case.die(1)
     (workers,) = case.due(2, 3, 4)
-    assert workers.announcements[0] == ("engine_core", NewWorkers(3))
+    assert workers.announcements[0] == Announcement("engine_core", NewWorkers(3), 0)
     case.die(2)
     (engine,) = case.due(0, 1, 3, 4)
-    assert engine.announcements == [("api_server", Restarted("engine_core", hung=True))]
+    assert engine.announcements == [Announcement("api_server", Restarted("engine_core", True, 0))]
     for boot in (*workers.boots, *engine.boots):
         assert (boot.epoch, boot.worker_epoch) == (2, 3)
 
@@ -234,7 +253,9 @@ def test_a_restart_of_the_engine_makes_the_daemon_not_ready() -> None:
     assert case.recovery.not_ready() == []
     case.die(2)
     case.now += 2
-    assert case.recovery.not_ready() == [NotReady("engine 0 is being restarted", 1000.0)]
+    assert case.recovery.not_ready() == [
+        NotReady("engine 0 is being restarted", 1000.0, 0, is_restarted=True)
+    ]
     case.due(0, 1, 3, 4)
     assert len(case.recovery.not_ready()) == 1
     case.recovery.note_message(lifecycle_messages.engine_ready(epoch=2))
@@ -270,7 +291,7 @@ def test_processes_that_cannot_be_started_are_tried_again() -> None:
         "WARNING worker 1 cannot be started: Resource temporarily unavailable; it is tried again "
         "in 0.25 s"
     )
-    assert case.recovery.must_kill("worker")
+    assert case.must_kill(0)
     assert case.recovery.seconds_to_next_restart() == 0.25
     case.now += 0.25
     assert not case.due(0, 2, 3, 4), "the first worker still runs"
@@ -323,3 +344,95 @@ def test_the_traceback_is_shown() -> None:
     assert case.notices.lines == [
         "WARNING worker 0 (pid 77) failed with ValueError: x; it is restarted\n  T"
     ]
+
+
+# ---- Several engines ----
+
+
+def test_each_engine_has_epochs_of_its_own() -> None:
+    case = Case(num_engines=3)
+    assert [each.epoch for each in case.first] == [1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert {each.engine_epochs for each in case.first} == {(1, 2, 3)}
+    assert not any(each.replaces_dead for each in case.first if each.role == "worker")
+    case.die(7)
+    (succession,) = case.due(0, 1, 2, 3, 4, 5, 6, 8, 9, 10)
+    message = NewEngine(4, 4, engine=1)
+    assert succession.announcements == [
+        Announcement("worker", message, 1),
+        Announcement("api_server", message),
+        Announcement("api_server", Restarted("engine_core", False, 1)),
+    ]
+    assert [(each.index, each.epoch) for each in succession.boots] == [(1, 4)]
+    case.die(8)
+    case.die(9)
+    (succession,) = case.due(0, 1, 2, 3, 4, 5, 6, 7, 10)
+    assert succession.announcements[0] == Announcement("engine_core", NewWorkers(5), 2)
+    boots = succession.boots
+    assert [(each.index, each.rank, each.epoch, each.worker_epoch) for each in boots] == [
+        (4, 0, 3, 5),
+        (5, 1, 3, 5),
+    ]
+    assert all(each.replaces_dead for each in boots)
+
+
+def test_a_dead_worker_ends_the_other_ranks_of_its_engine_alone() -> None:
+    case = Case(num_engines=2)
+    case.die(5)
+    assert [case.must_kill(number) for number in range(8)] == [False] * 5 + [True, True, False]
+    case.recovery.note_message(ProtocolViolation("worker", 0, 1, "it sends garbage"))
+    assert [case.must_kill(number) for number in range(8)] == [
+        *[True, True, False, False, False],
+        *[True, True, False],
+    ]
+
+
+def test_what_an_engine_reports_is_noted_for_it_alone() -> None:
+    case = Case(num_engines=2)
+    for number in (2, 5, 6, 7):
+        case.die(number)
+    assert len(case.due(0, 1, 3, 4)) == 3
+    epochs, worker_epochs = case.epochs.epochs, case.epochs.worker_epochs
+    case.recovery.note_message(lifecycle_messages.engine_ready(epoch=epochs[1], engine=1))
+    assert [each.engine for each in case.recovery.not_ready()] == [0, 1]
+    case.recovery.note_message(WorkersReady(worker_epochs[1]))
+    assert [each.what for each in case.recovery.not_ready()] == ["engine 0 is being restarted"]
+
+
+def test_an_engine_that_keeps_dying_rests_while_another_one_is_left() -> None:
+    case = Case(max_restarts=2, num_engines=2)
+    others = (0, 1, 2, 3, 4, 5, 6)
+    for _ in range(2):
+        assert case.die(7)
+        assert len(case.due(*others)) == 1
+        case.recovery.note_message(Heartbeat(1, 100))  # a step of engine 0
+    assert case.die(7)
+    assert case.recovery.seconds_to_next_restart() == 600
+    assert case.recovery.not_ready() == [
+        NotReady("engine 1 rests before its next restart", 1000.0, 1, is_restarted=True, rests=True)
+    ]
+    case.now += 30
+    assert case.die(5), "without an engine its workers end"
+    assert case.recovery.seconds_to_next_restart() == 570
+    assert case.die(2), "engine 0 has its own budget"
+    assert len(case.due(0, 1, 3, 4, 5, 6)) == 1
+    case.recovery.note_message(lifecycle_messages.engine_ready(epoch=case.epochs.epochs[0]))
+    case.now += 570
+    engine, workers = case.due(0, 1, 2, 3, 4)
+    assert [(each.role, each.index) for each in engine.boots] == [("engine_core", 1)]
+    assert [each.index for each in workers.boots] == [2, 3]
+    assert case.die(7)
+    assert case.recovery.seconds_to_next_restart() == 0, "its budget is whole after the rest"
+
+
+def test_the_daemon_ends_when_no_engine_is_left_that_does_not_rest() -> None:
+    case = Case(max_restarts=1, num_engines=2)
+    error = describe(ModelError("config.json: no"))
+    assert case.die(7, exit_status=1, fatal_error=error)
+    assert case.recovery.seconds_to_next_restart() == 600
+    assert not case.die(2, exit_status=1, fatal_error=error)
+    assert case.die(2)
+    assert not case.die(2)
+
+
+def test_without_restarts_the_first_death_of_an_engine_ends_the_daemon() -> None:
+    assert not Case(max_restarts=0, num_engines=2).die(7)

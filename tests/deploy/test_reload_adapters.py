@@ -23,7 +23,7 @@ def test_an_engine_after_a_dead_one_has_the_names() -> None:
     case = Case()
     assert case.epochs.make_boot("engine_core", 0).adapters is None, "it loads --lora-modules"
     case.recovery.note_message(names(1, 3, 4))
-    case.epochs.new_engine()
+    case.epochs.new_engine(0)
     boot = case.epochs.make_boot("engine_core", 0)
     assert boot.adapters == tuple(names(1, 3, 4).adapters)
     case.recovery.note_message(names(1))  # the last message of the dead engine

@@ -59,6 +59,14 @@ def test_a_daemon_that_drains_is_not_waited_for(begin: Start) -> None:
     assert daemon.process.poll() is None
 
 
+def test_a_daemon_with_several_engines_is_not_reloaded(begin: Start) -> None:
+    daemon = begin("data_parallel_size=2")
+    with pytest.raises(TokendError, match=r"several engines \(--data-parallel-size\)"):
+        reload([], at([str(daemon.run_parent)]))
+    assert daemon.process.poll() is None
+    assert "reload" not in daemon.text
+
+
 @pytest.mark.parametrize("words", [["--pid"], ["--pid", "1", "2"], ["now"], ["--pid", "1"], []])
 def test_the_command_fails_without_a_daemon(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):

@@ -65,7 +65,7 @@ def test_side_by_side_replaces_all_but_the_front_end(begin: Start) -> None:
     assert "killed" not in daemon.text
     daemon.children()["engine_core"].kill()
     daemon.wait_for(
-        "engine 0 is back after", "received NewEngine(epoch=3, worker_epoch=3, died=True)"
+        "engine 0 is back after", "received NewEngine(epoch=3, worker_epoch=3, died=True, engine=0)"
     )
     assert_clean_exit(daemon)
 
@@ -187,7 +187,9 @@ def test_in_place_ends_the_old_generation_before_starting_the_new_one(begin: Sta
     daemon = begin("reload_strategy=in-place")
     before = pids(daemon)
     send_sighup(daemon)
-    daemon.wait_for(DONE, "api 0: received NewEngine(epoch=2, worker_epoch=2, died=False)")
+    daemon.wait_for(
+        DONE, "api 0: received NewEngine(epoch=2, worker_epoch=2, died=False, engine=0)"
+    )
     daemon.wait_for("api 0: received SwitchEngine(epoch=2)")
     after = pids(daemon)
     assert after["api_server"] == before["api_server"]
@@ -201,7 +203,7 @@ def test_in_place_returns_to_the_old_model_if_the_new_one_cannot_start(begin: St
     before = pids(daemon)
     send_sighup(daemon)
     daemon.wait_for(FAILED + MOEBIUS, "api 0: received DropEngine(epoch=2)")
-    daemon.wait_for("api 0: received NewEngine(epoch=3, worker_epoch=3, died=False)")
+    daemon.wait_for("api 0: received NewEngine(epoch=3, worker_epoch=3, died=False, engine=0)")
     daemon.wait_for("engine 0: incarnation 2, epochs 3 and 3")
     assert pids(daemon)["api_server"] == before["api_server"]
     assert "it is restarted" not in daemon.text

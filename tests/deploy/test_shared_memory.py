@@ -10,7 +10,7 @@ from deploy.supervisor.processes import Child
 from proto import PROTOCOL_VERSION
 from proto.messages.lifecycle import ProcessBoot
 from proto.messages.prepared_model import PreparedModel
-from proto.messages.stats import METRIC_BYTES, METRIC_CELLS
+from proto.messages.stats import METRIC_CELLS, metric_bytes
 from proto.settings.config import FrontEndConfig, ServeConfig
 
 MODEL = PreparedModel(
@@ -38,7 +38,7 @@ make_metric_sheet(boot).add_to_cell(3)
 def test_every_front_end_counts_in_its_row_of_the_shared_memory() -> None:
     death, alive = os.pipe()
     descriptor = os.memfd_create("metrics")
-    os.ftruncate(descriptor, 2 * METRIC_BYTES)
+    os.ftruncate(descriptor, 2 * metric_bytes(1))
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
         template = ProcessBoot(
             protocol_version=PROTOCOL_VERSION,
@@ -61,7 +61,7 @@ def test_every_front_end_counts_in_its_row_of_the_shared_memory() -> None:
             child.wait()
             assert child.exit_status == 0
             child.close()
-    cells = memoryview(mmap.mmap(descriptor, 2 * METRIC_BYTES)).cast("d")
+    cells = memoryview(mmap.mmap(descriptor, 2 * metric_bytes(1))).cast("d")
     assert [cells[3], cells[METRIC_CELLS + 3]] == [1, 2]
     for each in (death, alive, descriptor):
         os.close(each)

@@ -21,13 +21,13 @@ from tests.fakes.supervised import (
 NOTIFIED = {
     "worker": [
         "engine 0: received NewWorkers(worker_epoch=2)",
-        "api 0: received Restarted(role='worker', hung=False)",
+        "api 0: received Restarted(role='worker', hung=False, engine=0)",
         "worker 0: incarnation 1, epochs 1 and 2",
     ],
     "engine_core": [
-        "worker 0: received NewEngine(epoch=2, worker_epoch=2, died=True)",
-        "api 0: received NewEngine(epoch=2, worker_epoch=2, died=True)",
-        "api 0: received Restarted(role='engine_core', hung=False)",
+        "worker 0: received NewEngine(epoch=2, worker_epoch=2, died=True, engine=0)",
+        "api 0: received NewEngine(epoch=2, worker_epoch=2, died=True, engine=0)",
+        "api 0: received Restarted(role='engine_core', hung=False, engine=0)",
         "engine 0: incarnation 1, epochs 2 and 2, front ends (0,)",
     ],
     "api_server": [
@@ -100,7 +100,7 @@ def test_engine_and_worker_that_die_together_reconnect(start: Start) -> None:
             f"{title}: incarnation 1, epochs 2 and {latest}",
             f"{title}: incarnation 1, epochs 1 and {latest}",
             f"{title}: received NewWorkers(worker_epoch={latest})",
-            f"{title}: received NewEngine(epoch={latest}, worker_epoch={latest}, died=True)",
+            f"{title}: received NewEngine(epoch={latest}, worker_epoch={latest}, died=True",
         )
 
 

@@ -16,7 +16,7 @@ HUNG = {
     "worker": ("no completed step", "engine 0: received NewWorkers(worker_epoch=2)"),
     "engine_core": (
         "no sign of life",
-        "worker 0: received NewEngine(epoch=2, worker_epoch=2, died=True)",
+        "worker 0: received NewEngine(epoch=2, worker_epoch=2, died=True, engine=0)",
     ),
     "api_server": ("no sign of life", "engine 0: received NewFrontEnd(index=0, incarnation=1)"),
 }
@@ -59,7 +59,7 @@ def test_a_hung_process_is_disconnected_and_prints_its_stacks_before_its_restart
         daemon.wait_for(
             f"NotReady(what='{TITLES[role]} hangs and is killed'",
             f"NotReady(what='{TITLES[role]} is being restarted'",
-            f"received Restarted(role='{role}', hung=True)",
+            f"received Restarted(role='{role}', hung=True",
             "api 0: received HealthStatus(reasons=())",
         )
 

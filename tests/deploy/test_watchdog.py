@@ -33,6 +33,7 @@ class Child:
     def __init__(self, role: Role, index: int = 0, generation: int = 1) -> None:
         self.role, self.index, self.generation, self.pid = role, index, generation, 7
         self.name = process_name(role, index)
+        self.engine = None if role == "api_server" else index // 2 if role == "worker" else index
         self.messages: list[Any] = []
         self.actions: list[str] = []
         self.ended = False
@@ -56,10 +57,13 @@ class Child:
 
 
 class Daemon:
-    """A watchdog over two workers, an engine and two front ends."""
+    """A watchdog over two workers, an engine and two front ends.
 
-    def __init__(self) -> None:
-        self.case = Case()
+    num_engines: each has two workers; processes of further engines come last.
+    """
+
+    def __init__(self, num_engines: int = 1) -> None:
+        self.case = Case(num_engines=num_engines)
         self.watchdog = Watchdog(
             HangLimits.of(ReliabilityConfig(step_timeout=STEP)),
             self.case.epochs,
@@ -69,7 +73,10 @@ class Daemon:
         )
         self.children: list[Any] = [Child("worker", 0), Child("worker", 1), Child("engine_core")]
         self.children += [Child("api_server", 0), Child("api_server", 1)]
-        self.engine.answer = EngineAlive(1, 100, ready=True)
+        self.children += [Child(each.role, each.index) for each in self.case.processes[5:]]
+        for each in self.children:
+            if each.role == "engine_core":
+                each.answer = EngineAlive(1 + each.index, 100, ready=True)
         self.hung: list[Child] = []
 
     @property
@@ -155,9 +162,32 @@ def test_only_the_hung_worker_of_two_is_killed() -> None:
 def test_workers_unknown_to_the_engine_do_not_hang() -> None:
     daemon = Daemon()
     daemon.engine.answer = EngineAlive(1, 100, (1,), True, True)
-    daemon.case.epochs.new_workers()
+    daemon.case.epochs.new_workers(0)
     daemon.wait(2 * STEP)
     assert daemon.hung == []
+
+
+def test_each_engine_reports_on_its_own_workers() -> None:
+    """Their indices count on from one engine to the next; ranks do not."""
+    daemon = Daemon(num_engines=2)
+    *_, third, fourth, other_engine = daemon.children
+    other_engine.answer = EngineAlive(2, 100, (1,), True, True)
+    daemon.wait(STEP / 2 + 4)
+    assert daemon.children[3].of(HealthStatus)[-1].reasons[0].engine == 1
+    assert daemon.reported_reasons() == ["worker 3: no completed step"]
+    daemon.wait(STEP / 2)
+    assert daemon.hung == [fourth]
+    assert third.actions == []
+
+
+def test_an_engine_that_hangs_does_not_concern_another_one() -> None:
+    daemon = Daemon(num_engines=2)
+    daemon.wait(1.0)
+    daemon.engine.answer = None
+    daemon.wait(STEP + 4)
+    assert daemon.hung == [daemon.engine]
+    reasons = daemon.children[3].of(HealthStatus)[-1].reasons
+    assert {each.engine for each in reasons} == {0}
 
 
 def switch_generation(daemon: Daemon) -> list[Child]:
@@ -222,7 +252,9 @@ def test_health_changes_are_sent_once_and_to_new_front_ends() -> None:
     daemon.wait(STEP)
     daemon.children[4] = Child("api_server", 1)
     daemon.wait(STEP)
-    reports = [HealthStatus((NotReady("engine 0 is being restarted", 1000.0),))]
+    reports = [
+        HealthStatus((NotReady("engine 0 is being restarted", 1000.0, 0, is_restarted=True),))
+    ]
     assert daemon.children[3].of(HealthStatus) == daemon.children[4].of(HealthStatus) == reports
     daemon.case.due(0, 1, 3, 4)
     daemon.case.recovery.note_message(

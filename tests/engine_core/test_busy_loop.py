@@ -336,7 +336,7 @@ def test_workers_that_send_nonsense_are_replaced_and_nothing_is_lost(depth, nons
 
     def replace(io):
         assert words in loop.workers.rejected[0]
-        assert loop.workers.rejected[0].startswith("worker 0 ")
+        assert loop.workers.rejected[0].startswith("rank 0 ")
         assert io.waits[-1] != 0, "it does not spin"
         io.worker_epochs = [7]
 

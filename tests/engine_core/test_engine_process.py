@@ -256,7 +256,7 @@ def test_workers_with_different_models_are_refused_at_the_start(start, changes, 
         changes = {"geometry": msgspec.structs.replace(ready.geometry, **geometry)}
     second.send(engine.worker_ready(rank=1, **changes))
     fatal = engine.expect(engine.supervisor, Fatal)
-    assert f"worker 0 and worker 1 do not fit together: {message}" in fatal.error.message
+    assert f"rank 0 and rank 1 do not fit together: {message}" in fatal.error.message
     assert engine.process.wait(20) == 1
     assert engine.inbox[engine.worker] == engine.inbox[second] == [], "no KV cache was allocated"
 

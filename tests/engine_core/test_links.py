@@ -386,7 +386,7 @@ def test_a_step_is_complete_when_every_rank_has_answered(run_dir, closing):
 def test_a_worker_with_a_wrong_identity_is_named(run_dir, closing, message):
     ranks = Ranks(run_dir, closing)
     ranks.peers[1].send(message)
-    with pytest.raises(WorkerFailedError, match="worker 1"):
+    with pytest.raises(WorkerFailedError, match="rank 1"):
         ranks.receive()
 
 
@@ -412,5 +412,5 @@ def test_a_rank_with_other_tokens_than_rank_0_is_a_protocol_violation(run_dir, c
     ranks.peers[0].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))
     assert ranks.receive() == []
     ranks.peers[1].send(ModelRunnerOutput(EPOCH, 1, [7], [[9]]))
-    with pytest.raises(WorkerFailedError, match="worker 1 has other tokens in step 1"):
+    with pytest.raises(WorkerFailedError, match="rank 1 has other tokens in step 1"):
         ranks.receive()

@@ -65,7 +65,7 @@ def test_ranks_that_do_not_fit_together_are_refused_with_both_values(changes, me
         geometry=msgspec.structs.replace(first.geometry, **geometry),
         **{name: value for name, value in changes.items() if name not in geometry},
     )
-    with pytest.raises(ModelError, match=f"worker 0 and worker 1 do not fit together: {message}"):
+    with pytest.raises(ModelError, match=f"rank 0 and rank 1 do not fit together: {message}"):
         check_ranks([first, second])
 
 

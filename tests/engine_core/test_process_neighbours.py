@@ -82,7 +82,7 @@ def test_a_worker_that_comes_back_with_another_model_is_refused_by_name(start, w
     engine.start()
     engine.restart_workers(EPOCH + 1, **changes)
     fatal = engine.expect(engine.supervisor, Fatal)
-    assert f"ModelError: worker 0 came back with another {what}" in fatal.error.message
+    assert f"ModelError: rank 0 came back with another {what}" in fatal.error.message
 
 
 def test_a_worker_may_die_while_the_engine_waits_for_it(start):
@@ -125,7 +125,7 @@ def test_a_worker_with_an_impossible_result_is_dropped(start, tokens):
     engine.front_ends[0].send(engine.request(1, [1], 10))
     step = engine.expect(engine.worker, SchedulerOutput)
     engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [0], tokens))
-    assert "worker 0" in engine.expect(engine.supervisor, ProtocolViolation).reason
+    assert "rank 0" in engine.expect(engine.supervisor, ProtocolViolation).reason
     assert engine.shutdown() == 0
 
 
@@ -156,7 +156,7 @@ def test_garbage_from_a_worker_that_was_never_ready_ends_the_engine(start):
     engine = start()
     engine.worker.zmq_socket.send(b"\xc1 not a message")
     fatal = engine.expect(engine.supervisor, Fatal)
-    assert "worker 0" in fatal.error.message
+    assert "rank 0" in fatal.error.message
     assert engine.process.wait(20) == 1
 
 

@@ -1,9 +1,9 @@
 """The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
 
 The behaviours may include the settings `max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X`,
-`reload_strategy=S` and `api_server_count=N`; `patience=X`, the seconds from Shutdown to SIGKILL;
-and `model=broken`, a model that a reload fails to prepare. Prints the ready line of `tokend serve`
-and ends like it.
+`reload_strategy=S`, `api_server_count=N` and `data_parallel_size=N`; `patience=X`, the seconds from
+Shutdown to SIGKILL; and `model=broken`, a model that a reload fails to prepare. Prints the ready
+line of `tokend serve` and ends like it.
 """
 
 import os
@@ -20,7 +20,7 @@ from deploy.supervisor.supervisor import Supervisor
 from proto.codec import to_json_line
 from proto.messages.lifecycle import PhaseClock
 from proto.messages.prepared_model import PreparedModel
-from proto.settings.config import FrontEndConfig, ReliabilityConfig, ServeConfig
+from proto.settings.config import FrontEndConfig, ParallelConfig, ReliabilityConfig, ServeConfig
 
 ROLES = ("worker", "engine_core", "api_server")
 FAKE = str(Path(__file__).with_name("fake_process.py"))
@@ -37,7 +37,8 @@ def main(run_parent: str, choices: list[str]) -> int:
     seconds = float(behaviours.pop("patience", ON_REQUEST.until_kill))
     broken = behaviours.pop("model", "") == "broken"
     frontend = FrontEndConfig(api_server_count=int(behaviours.pop("api_server_count", 1)))
-    config = ServeConfig(reliability=reliability, frontend=frontend)
+    parallel = ParallelConfig(data_parallel_size=int(behaviours.pop("data_parallel_size", 1)))
+    config = ServeConfig(reliability=reliability, frontend=frontend, parallel=parallel)
     model = PreparedModel(
         folder="/nowhere",
         name="fake",

@@ -126,6 +126,7 @@ class FakeEngine:
         self._aborted: set[tuple[int, int | None]] = set()
         self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._begun: set[tuple[int, int]] = set()
+        self._closed = False
         self._steps = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -229,6 +230,7 @@ class FakeEngine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._closed = True
         self._loop.remove_reader(self.link.fileno())
         self.link.close()
 
@@ -247,6 +249,8 @@ class FakeEngine:
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
+        if self._closed:
+            return
         if not self.link.flush():  # before receiving: a send may consume the event
             self._loop.call_later(0.01, self._drain)
         for message in self.link.receive():

@@ -4,6 +4,7 @@ good             reports ready, logs the messages it receives, ends on Shutdown
 stubborn         reports ready, ignores Shutdown and SIGTERM
 bad_model        fails because of its model while starting
 bad_model_later  the same, but only from its second incarnation on
+bad_model_of_1   the same, but only those of the second process
 bad_model_once   the same, but only in its second incarnation
 exits            ends without an error message, status 3, while starting
 mute             never reports ready
@@ -11,8 +12,8 @@ busy             good; its first incarnation has two requests in flight until SI
 asked_to_drain   good; SIGUSR2 stands for an operator who requests a drain
 orphans          good; leaves an orphaned process and logs its id
 
-In all other behaviours SIGUSR2 raises an error. After SIGHUP an engine reports that the first
-worker owes a step; on SIGIO it reports that front end 0 is stalled, on SIGALRM that worker 0 sent
+In all other behaviours SIGUSR2 raises an error. After SIGHUP an engine reports that its first
+worker owes a step; on SIGIO it reports that front end 0 is stalled, on SIGALRM that its worker sent
 an invalid message.
 """
 
@@ -67,6 +68,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         "bad_model": range(99),
         "bad_model_later": range(1, 99),
         "bad_model_once": [1],
+        "bad_model_of_1": range(1, 99) if boot.index == 1 else (),
     }
     if boot.incarnation in bad_incarnations.get(behaviour, ()):
         raise ModelError("config.json asks for rope type 'moebius'")
@@ -74,19 +76,19 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     owed_steps: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, frame: owed_steps.append(number))
     signal.signal(signal.SIGIO, lambda *_: supervisor.send(FrontEndStalled(0, 0)))
-    violation = ProtocolViolation("worker", 0, boot.worker_epoch, "it sends garbage")
+    violation = ProtocolViolation("worker", boot.engine, boot.worker_epoch, "it sends garbage")
     signal.signal(signal.SIGALRM, lambda *_: supervisor.send(violation))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "orphans":
         pid = subprocess.check_output(["sh", "-c", "sleep 60 >&- & echo $!"], text=True)
-        supervisor.send(Notice(boot.role, boot.index, f"orphan {pid}"))
-    supervisor.send(Progress(boot.role, boot.index, "loading weights", 0.5))
+        supervisor.send(Notice(f"orphan {pid}"))
+    supervisor.send(Progress("loading weights", 0.5))
     if boot.incarnation:
         incarnation = f"incarnation {boot.incarnation}, epochs {boot.epoch} and {boot.worker_epoch}"
-        supervisor.send(
-            Notice(boot.role, boot.index, f"{incarnation}, front ends {boot.front_ends}")
-        )
+        supervisor.send(Notice(f"{incarnation}, front ends {boot.front_ends}"))
+        if boot.role == "api_server":
+            supervisor.send(Notice(f"engines {boot.engine_epochs}"))
     front_end = FrontEnd(boot, supervisor, behaviour)
     if behaviour != "mute":
         _report_ready(boot, supervisor)
@@ -103,7 +105,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
                     supervisor.send(answer)
                 continue
             received = message if not isinstance(message, NextEngine) else "NextEngine"
-            supervisor.send(Notice(boot.role, boot.index, f"received {received}"))
+            supervisor.send(Notice(f"received {received}"))
             if isinstance(message, NewWorkers):
                 worker_epoch = message.worker_epoch
                 supervisor.send(WorkersReady(worker_epoch))
@@ -170,7 +172,7 @@ def _answers(boot: ProcessBoot, worker_epoch: int, owed_steps: bool) -> list[Mes
     """Return the replies to a Ping; an engine repeats WorkersReady, even before workers exist."""
     if boot.role != "engine_core":
         return [Alive()]
-    awaits = (0,) if owed_steps and worker_epoch == 1 else ()
+    awaits = (0,) if owed_steps and worker_epoch == 1 + boot.engine else ()
     alive = EngineAlive(worker_epoch, 100, awaits, ready=True, has_work=bool(awaits))
     return [alive, WorkersReady(worker_epoch)]
 
@@ -181,9 +183,11 @@ def _raise_error(number: int, frame: FrameType | None) -> None:
 
 def _report_ready(boot: ProcessBoot, supervisor: Link) -> None:
     if boot.role == "engine_core":
-        supervisor.send(Notice(boot.role, boot.index, "the pool is small"))
+        supervisor.send(Notice("the pool is small"))
         Path(ready_file(boot.run_dir, boot.epoch)).touch()
-        supervisor.send(EngineReady(PROTOCOL_VERSION, boot.epoch, 128, 64, 16, 256, "fake"))
+        supervisor.send(
+            EngineReady(PROTOCOL_VERSION, boot.epoch, 128, 64, 16, 256, "fake", engine=boot.engine)
+        )
         supervisor.send(WorkersReady(boot.worker_epoch))
     if boot.role == "api_server":
         supervisor.send(FrontEndReady(boot.index))

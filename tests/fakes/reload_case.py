@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass, field
 
 from deploy.supervisor.epochs import EpochCounter, ServedModels
-from deploy.supervisor.recovery import Recovery, RestartBudget
+from deploy.supervisor.recovery import Recovery
 from deploy.supervisor.reload.phases import ReloadContext
 from deploy.supervisor.reload.reload import Reload
 from proto import PROTOCOL_VERSION
@@ -13,7 +13,7 @@ from proto.errors import ErrorInfo, ModelError
 from proto.messages.lifecycle import NextReady, ProcessBoot, Role, Switched, process_name
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.process import describe
-from proto.settings.config import FrontEndConfig, ServeConfig
+from proto.settings.config import FrontEndConfig, ParallelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.notices import Notices
 
@@ -31,6 +31,10 @@ class Process:
     shutdown_requested: bool = False
     signals: list[signal.Signals] = field(default_factory=list)
     received: list[Message] = field(default_factory=list)
+
+    @property
+    def engine(self) -> int | None:
+        return None if self.role == "api_server" else 0
 
     @property
     def name(self) -> str:
@@ -67,7 +71,10 @@ class Case:
 
     def __init__(self, strategy: str = "side-by-side") -> None:
         self.now = 1000.0
-        config = ServeConfig(frontend=FrontEndConfig(api_server_count=2))
+        config = ServeConfig(
+            parallel=ParallelConfig(tensor_parallel_size=2),
+            frontend=FrontEndConfig(api_server_count=2),
+        )
         template = ProcessBoot(
             protocol_version=PROTOCOL_VERSION,
             role="worker",
@@ -81,9 +88,7 @@ class Case:
             model=lifecycle_messages.model(),
         )
         self.epochs = EpochCounter(template, (9,))
-        self.recovery = Recovery(
-            self.epochs, RestartBudget(8), Notices(), 2, clock=lambda: self.now
-        )
+        self.recovery = Recovery(self.epochs, 8, Notices(), lambda: self.now)
         self.running: list[Process] = []
         self.boots: list[ProcessBoot] = []
         self.front_ends = [Process("api_server", each, 1) for each in range(2)]
@@ -102,7 +107,7 @@ class Case:
         self.preparations: list[Preparation] = []
         self.has_room = True
         context = ReloadContext(
-            self.epochs, self.recovery, self, self, strategy, 2, 2, lambda: self.now
+            self.epochs, self.recovery, self, self, strategy, 2, lambda: self.now
         )
         self.reload = Reload(context, self)
 

@@ -83,17 +83,20 @@ class FakeDaemon:
         return found[1]
 
     def children(self) -> dict[str, psutil.Process]:
-        """Return processes by role; wait until all have set their title and signal handlers."""
-        titles = {"tokend: worker 0", "tokend: engine 0", "tokend: api 0"}
-        roles = {"worker": "worker", "engine": "engine_core", "api": "api_server"}
+        """Return the first process of each role, as `titled` does."""
+        found = self.titled(*TITLES.values())
+        return {role: found[title] for role, title in TITLES.items()}
+
+    def titled(self, *titles: str) -> dict[str, psutil.Process]:
+        """Return processes by title; wait until all have set it and their signal handlers."""
 
         def named() -> dict[str, psutil.Process]:
             found = {}
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):  # it has ended
-                    title = " ".join(child.cmdline()).strip()
+                    title = " ".join(child.cmdline()).strip().removeprefix("tokend: ")
                     if title in titles and _catches(child.pid, signal.SIGUSR2):
-                        found[roles[title.split()[1]]] = child
+                        found[title] = child
             return found
 
         assert eventually(lambda: len(named()) == len(titles))

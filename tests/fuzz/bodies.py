@@ -364,7 +364,7 @@ class Bodies:
         # Only the engine knows whether priorities are enabled, and refuses them itself.
         self._limits = RequestLimits(model.vocab_size, MAX_MODEL_LEN, priorities=True)
         boot = make_boot(str(place), model, _FRONTEND)
-        self._app_state = make_app_state(boot, Link.connect(path, FromEngine), FakeSupervisor())
+        self._app_state = make_app_state(boot, [Link.connect(path, FromEngine)], FakeSupervisor())
         self._engine.announce()
         await self._app_state.client.wait_ready()
         self._app = create_app(self._app_state)

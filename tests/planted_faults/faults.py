@@ -681,19 +681,27 @@ DEPLOY = (
     Fault(
         "heartbeat_of_dead_workers_renews_the_budget",
         "deploy/supervisor/recovery.py",
-        "            if message.worker_epoch == self._epochs.worker_epoch:\n"
-        "                self._budget.reset()\n",
-        "            self._budget.reset()\n",
+        "            if engine is not None:\n                self._budgets[engine].reset()\n",
+        "            for engine in range(self._epochs.num_engines):\n"
+        "                self._budgets[engine].reset()\n",
         "A daemon whose new workers die at once restarts them for ever.",
         ("tests/deploy/test_recovery.py",),
     ),
     Fault(
         "hung_worker_not_found",
         "deploy/supervisor/hang_detector.py",
-        "                owes = index in report.awaits\n",
+        "                owes = index - self._first_worker in report.awaits\n",
         "                owes = False\n",
         "A worker that hangs is never killed, and every request waits for ever.",
         ("tests/deploy/test_hang_detector.py",),
+    ),
+    Fault(
+        "workers_follow_an_engine_of_others",
+        "deploy/supervisor/epochs.py",
+        'Announcement("worker", message, engine)',
+        'Announcement("worker", message)',
+        "When one of several engines dies, the workers of all of them drop their requests.",
+        ("tests/deploy/test_recovery.py", "tests/deploy/test_supervisor_engines.py"),
     ),
     Fault(
         "command_line_loses_to_the_file",

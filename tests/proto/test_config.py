@@ -9,6 +9,7 @@ from proto.settings.config import (
     DeviceConfig,
     MediaConfig,
     ModelConfig,
+    ParallelConfig,
     ReliabilityConfig,
     SchedulerConfig,
     ServeConfig,
@@ -278,3 +279,52 @@ def test_cpu_weight_formats_do_not_apply_to_a_gpu():
     )
     with pytest.raises(ConfigError, match="--cpu-weights packed needs --device cpu"):
         validate(on_gpu)
+
+
+def with_engines(number: int, **events: object) -> ServeConfig:
+    return ServeConfig(
+        parallel=ParallelConfig(data_parallel_size=number),
+        cache=CacheConfig(kv_events_config=events_config(**events)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "of_second"),
+    [
+        ("tcp://*:5557", "tcp://*:5559"),
+        ("tcp://[::1]:80", "tcp://[::1]:82"),
+        ("tcp://*:0", "tcp://*:0"),
+        ("ipc", "ipc"),
+        ("ipc:///run/kv:1", "ipc:///run/kv:1_dp2"),
+    ],
+)
+def test_each_engine_publishes_kv_events_at_endpoints_of_its_own(
+    endpoint: str, of_second: str
+) -> None:
+    config = with_engines(3, endpoint=endpoint, replay_endpoint="tcp://*:7000")
+    validate(config)
+    events = config.cache.parsed_kv_events()
+    assert events.of_engine(0) == events
+    assert events.of_engine(2).endpoints == [
+        ("endpoint", of_second),
+        ("replay_endpoint", "tcp://*:7002"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        (
+            {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5559"},
+            "overlap: 5557 to 5559 of endpoint, 5559 to 5561 of replay_endpoint",
+        ),
+        ({"endpoint": "tcp://*:65534"}, "go beyond 65535"),
+    ],
+)
+def test_ports_of_kv_events_that_engines_cannot_have_are_refused(
+    events: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"of 3 engines .*{message}") as error:
+        validate(with_engines(3, **events))
+    assert error.value.param == "kv_events_config"
+    validate(with_engines(1, **events))

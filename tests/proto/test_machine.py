@@ -14,7 +14,7 @@ from proto.runtime.host_resources import (
     available_memory,
     cores_by_node,
     cpu_limit,
-    node_of_rank,
+    node_of_worker,
     total_memory,
     usable_cores,
 )
@@ -143,8 +143,8 @@ def test_each_worker_gets_the_cores_of_one_memory_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     root = two_nodes(tmp_path, monkeypatch, cpus)
-    ranks = range(len(nodes))
-    assert [node_of_rank(rank, len(ranks), num_threads, root) for rank in ranks] == nodes
+    workers = range(len(nodes))
+    assert [node_of_worker(each, len(workers), num_threads, root) for each in workers] == nodes
 
 
 def memory(folder: str, limit: str, used: int, names: tuple[str, str, str]) -> dict[str, str]:

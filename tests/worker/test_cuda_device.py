@@ -103,9 +103,9 @@ def simulate_gpus(monkeypatch: pytest.MonkeyPatch, *gibibytes: int) -> list[torc
     return chosen
 
 
-def ranks_on_gpus(count: int, **scheduler: int) -> ServeConfig:
+def ranks_on_gpus(count: int, num_engines: int = 1, **scheduler: int) -> ServeConfig:
     return ServeConfig(
-        parallel=ParallelConfig(tensor_parallel_size=count),
+        parallel=ParallelConfig(tensor_parallel_size=count, data_parallel_size=num_engines),
         scheduler=SchedulerConfig(**scheduler),
     )
 
@@ -120,11 +120,20 @@ def test_fewer_gpus_than_workers_are_refused_with_both_counts(
     assert raised.value.param == "tensor_parallel_size"
 
 
-def test_a_worker_uses_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = simulate_gpus(monkeypatch, 80, 80, 24)
-    created = [create_device(ranks_on_gpus(2), rank) for rank in range(2)]
-    assert [each.torch_device.index for each in created] == [0, 1]
-    assert chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
+def test_a_worker_uses_the_gpu_of_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = simulate_gpus(monkeypatch, 80, 80, 80, 80, 24)
+    created = [create_device(ranks_on_gpus(2, 2), index) for index in range(4)]
+    assert [each.torch_device.index for each in created] == [0, 1, 2, 3]
+    assert chosen == [torch.device("cuda", index) for index in range(4)]
+
+
+def test_fewer_gpus_than_workers_of_all_engines_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulate_gpus(monkeypatch, 80, 80, 80)
+    message = "--data-parallel-size 2 with --tensor-parallel-size 2: each .* 3 found"
+    with pytest.raises(ConfigError, match=message):
+        create_device(ranks_on_gpus(2, 2), 0)
 
 
 def test_gpus_of_different_sizes_need_an_explicit_step_size(

@@ -176,7 +176,7 @@ def test_a_cuda_worker_runs_steps_before_their_tokens_are_known(
         wanted = [runner.execute(step).sampled_token_ids for step in sent]
     assert [each.sampled_token_ids for each in found] == wanted
     shown = [each for each in running.received if isinstance(each, Progress)]
-    assert Progress("worker", 0, "capturing graphs", 1.0) in shown
+    assert Progress("capturing graphs", 1.0) in shown
 
 
 def test_slots_for_states_are_part_of_the_memory_beside_the_pool(

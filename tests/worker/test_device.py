@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from proto.runtime.host_resources import usable_cores
-from proto.settings.config import GIB, DeviceConfig
+from proto.settings.config import GIB, DeviceConfig, ParallelConfig
 from worker.cpu.device import CpuDevice
 
 
@@ -55,14 +55,30 @@ def test_threads_equal_the_physical_cores(tmp_path: Path) -> None:
 
 def test_workers_of_a_machine_share_its_cores(tmp_path: Path) -> None:
     root = machine(tmp_path, free=16 * GIB)
-    assert CpuDevice(DeviceConfig(), root, num_workers=1000).num_threads == 1
-    assert CpuDevice(DeviceConfig(cpu_threads=3), root, num_workers=2).num_threads == 3
+    assert (
+        CpuDevice(
+            DeviceConfig(),
+            root,
+            parallel=ParallelConfig(data_parallel_size=10, tensor_parallel_size=100),
+        ).num_threads
+        == 1
+    )
+    assert (
+        CpuDevice(
+            DeviceConfig(cpu_threads=3), root, parallel=ParallelConfig(tensor_parallel_size=2)
+        ).num_threads
+        == 3
+    )
     assert CpuDevice(DeviceConfig(), root).division == ""
-    device = CpuDevice(DeviceConfig(), root, num_workers=1000)
+    device = CpuDevice(
+        DeviceConfig(),
+        root,
+        parallel=ParallelConfig(data_parallel_size=10, tensor_parallel_size=100),
+    )
     cores, threads = usable_cores(root), torch.get_num_threads()
     assert device.division == (
-        f"1000 ranks share {cores} cores: {threads} thread{'s' if threads > 1 else ''} each, "
+        f"1000 workers share {cores} cores: {threads} thread{'s' if threads > 1 else ''} each, "
         "more than there are"
     )
-    device = CpuDevice(DeviceConfig(), root, num_workers=2)
+    device = CpuDevice(DeviceConfig(), root, parallel=ParallelConfig(tensor_parallel_size=2))
     assert device.num_threads == max(1, usable_cores(tmp_path) // 2)

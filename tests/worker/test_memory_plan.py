@@ -68,7 +68,7 @@ def config_of(*words: str) -> ServeConfig:
 
 
 def cpu_of(config: ServeConfig, root: Path = Path("/")) -> CpuDevice:
-    return CpuDevice(config.device, root, num_workers=config.parallel.tensor_parallel_size)
+    return CpuDevice(config.device, root, parallel=config.parallel)
 
 
 def assert_planned(
@@ -422,3 +422,24 @@ def test_the_plan_of_a_gpu_follows_its_utilization(
         assert 0 <= plan.left - plan.pool_bytes < plan.block_bytes
     else:
         assert "--gpu-memory-utilization 0.95" in fitting_flags(plan, config, prepared, device)
+
+
+def test_engines_share_the_memory_and_the_cores_of_a_machine(
+    kernels: Kernels, tmp_path: Path
+) -> None:
+    """A pool of a given size is that of each engine."""
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    root = machine(tmp_path / "machine", free=8 * GIB)
+    one = config_of("--max-num-seqs", "8")
+    four = config_of("--max-num-seqs", "8", "--data-parallel-size", "4")
+    alone, shared = (plan_memory(each, prepared, cpu_of(each, root)) for each in (one, four))
+    assert shared.free == alone.free // 4
+    assert shared.weights == alone.weights
+    assert shared.pool_bytes < alone.pool_bytes / 4
+    assert "memory of this machine for each of 4 engines" in "\n".join(shared.table())
+    sized = config_of("--data-parallel-size", "4", "--kv-cache-memory", "1G")
+    plan = plan_memory(sized, prepared, cpu_of(sized, root))
+    assert GIB - plan.block_bytes < plan.pool_bytes <= GIB
+    too_large = config_of("--data-parallel-size", "4", "--kv-cache-memory", "3G")
+    assert not plan_memory(too_large, prepared, cpu_of(too_large, root)).fits

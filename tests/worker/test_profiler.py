@@ -20,7 +20,7 @@ class Rank:
 
     def __init__(self, folder: Path, **config: Any) -> None:
         config = {"profiler": "torch", "torch_profiler_dir": str(folder), **config}
-        self.profiler = StepProfiler(ProfilerConfig(**config), 2, CPU.profiler_activities())
+        self.profiler = StepProfiler(ProfilerConfig(**config), 2, 6, CPU.profiler_activities())
         self.number = self.num_steps = 0
 
     def call(self, action: ProfileAction) -> ProfileReply:
@@ -66,7 +66,7 @@ def test_a_trace_has_the_steps_and_their_operations(tmp_path: Path) -> None:
     assert found.count("aten::mm") == 2, "also that of the step without tokens"
     assert "step 2: 5 tokens of 2 sequences" in found
     assert any(name.endswith(": run") for name in found), "Python functions are there, too"
-    assert Path(reply.path).name.startswith("worker-2.")
+    assert Path(reply.path).name.startswith("worker-6.")
     assert [each.name for each in (tmp_path / "new").iterdir()] == [Path(reply.path).name]
     rank.run(1)
     assert rank.call("start").error == ""

@@ -343,6 +343,7 @@ def main() -> int:
     """Print the plan; return the exit status."""
     boot = MessageDecoder[PlanBoot](PlanBoot).decode(sys.stdin.buffer.read())
     config, prepared, draft = boot.config, boot.model, boot.draft_model
+    num_engines = config.parallel.data_parallel_size
     try:
         device = create_device(config, 0)
         device.check_kv_dtype(config.cache.kv_cache_dtype)
@@ -358,7 +359,12 @@ def main() -> int:
         other_cores = others.cores()
         if boot.as_json:
             flags = [] if plan.fits else fitting_flags(plan, config, prepared, device, draft=draft)
-            figures = {"model": prepared.name, "device": device.name, **plan.to_dict()}
+            figures = {
+                "model": prepared.name,
+                "device": device.name,
+                "engines": num_engines,
+                **plan.to_dict(),
+            }
             if generates:
                 ends = zip(prepared.eos_token_ids, prepared.end_reasons, strict=True)
                 figures["end_tokens"] = dict(ends)
@@ -372,6 +378,8 @@ def main() -> int:
             title = f"{prepared.name} on {device.name}"
             if draft is not None:
                 title += f", drafts by {draft.name}"
+            if num_engines > 1:
+                title += f"; {num_engines} engines, and for each of them"
             if prepared.unloaded_parts:
                 title += f"; {prepared.text_only_notice}"
             print("\n".join((title, *plan.table(), "")))

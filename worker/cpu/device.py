@@ -11,7 +11,7 @@ import torch
 
 from proto.errors import ConfigError
 from proto.messages.prepared_model import PreparedModel
-from proto.settings.config import DeviceConfig, ServeConfig
+from proto.settings.config import DeviceConfig, ParallelConfig, ServeConfig
 from worker.attention.backend import AttentionBackend, AttentionShape
 from worker.attention.kv_cache import KVCache
 from worker.batch.transfers import HostTransfers, Transfers
@@ -30,7 +30,7 @@ from worker.cpu.stack import KernelStack, is_describable
 from worker.cpu.thread_team import TeamModelRunner, ThreadTeam, thread_team
 from worker.cpu.tower_attention import CpuTowerAttention
 from worker.cpu.weights import block_table
-from worker.host.device import HostDevice
+from worker.host.device import ALONE, HostDevice
 from worker.host.memory_nodes import memory_placement
 from worker.layers.activation import Activation, Gate
 from worker.layers.adapters import StepAdapters
@@ -66,10 +66,10 @@ class CpuDevice(HostDevice):
         config: DeviceConfig,
         root: Path = Path("/"),
         *,
-        num_workers: int = 1,
+        parallel: ParallelConfig = ALONE,
         kernels: Kernels | None = None,
     ) -> None:
-        super().__init__(config, root, num_workers=num_workers)
+        super().__init__(config, root, parallel=parallel)
         self._kernels = kernels or load_kernels()
         self._limit = "" if config.cpu_kernels == "auto" else config.cpu_kernels
         for variant in machine_variants():

@@ -96,27 +96,27 @@ _STEP_TOKENS: Final = ((64 * GIB, 8192), (30 * GIB, 4096), (0, 2048))
 takes longer to compute than to read its weight; larger steps are fewer and longer."""
 
 
-def create_cuda_device(config: ServeConfig, rank: int) -> "CudaDevice":
-    """Return the GPU of a rank: the i-th that CUDA_VISIBLE_DEVICES leaves.
+def create_cuda_device(config: ServeConfig, index: int) -> "CudaDevice":
+    """Return the GPU of worker i: the i-th that CUDA_VISIBLE_DEVICES leaves.
 
     Raises ConfigError without a GPU, or with fewer GPUs than workers.
     """
     if not torch.cuda.is_available():
         raise ConfigError(f"--device cuda: {_why_no_cuda()}; --device cpu works here")
-    size, found = config.parallel.tensor_parallel_size, torch.cuda.device_count()
-    if size > found:
+    number, found = config.parallel.num_workers, torch.cuda.device_count()
+    if number > found:
         raise ConfigError(
-            f"--tensor-parallel-size {size}: each worker needs a GPU of its own, {found} found; "
+            f"{config.parallel.flags}: each worker needs a GPU of its own, {found} found; "
             "--device cpu shares a model among workers without any"
         )
-    sizes = {torch.cuda.get_device_properties(index).total_memory for index in range(size)}
+    sizes = {torch.cuda.get_device_properties(each).total_memory for each in range(number)}
     if len(sizes) > 1 and config.scheduler.max_num_batched_tokens is None:
         raise ConfigError(
-            f"--tensor-parallel-size {size}: the GPUs have {min(sizes)} to {max(sizes)} bytes of "
+            f"{config.parallel.flags}: the GPUs have {min(sizes)} to {max(sizes)} bytes of "
             "memory, so no step suits all of them; give --max-num-batched-tokens",
             "max_num_batched_tokens",
         )
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return CudaDevice(device, CudaRuntime(device))
 

@@ -26,6 +26,7 @@ from proto.settings.config import (
     DeviceConfig,
     DType,
     KVCacheDType,
+    ParallelConfig,
     SchedulerConfig,
     ServeConfig,
 )
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 _MATRIX_FLAGS: Final = ("avx512_bf16", "amx_bf16")
 """CPU features that multiply bfloat16 matrices faster than float32 ones."""
+ALONE: Final = ParallelConfig()
+"""One engine with one worker."""
 PROCESS_BYTES: Final = 300 << 20
 """Memory of supervisor, engine and the first front end, and of a worker beyond its imports."""
 API_SERVER_BYTES: Final = 130 << 20
@@ -62,8 +65,8 @@ PREFILL_TOKENS: Final = 256
 class HostDevice(Device):
     """A device that computes in the host's memory, one step at a time.
 
-    root: folder with the `proc` and `sys` trees that describe the machine. num_workers: number of
-    workers that share its cores.
+    root: folder with the `proc` and `sys` trees that describe the machine. parallel: the workers
+    that share its cores, and the engines that share its memory.
     """
 
     torch_device = torch.device("cpu")
@@ -78,12 +81,13 @@ class HostDevice(Device):
     drafts_on_ranks = True
 
     def __init__(
-        self, config: DeviceConfig, root: Path = Path("/"), *, num_workers: int = 1
+        self, config: DeviceConfig, root: Path = Path("/"), *, parallel: ParallelConfig = ALONE
     ) -> None:
         self._root = root
-        self._num_workers = num_workers
+        self._num_workers = parallel.num_workers
+        self._num_engines = parallel.data_parallel_size
         self._model_name, self._flags = _read_cpuinfo(root)
-        self.num_threads = config.cpu_threads or cores_of_worker(num_workers, root)
+        self.num_threads = config.cpu_threads or cores_of_worker(self._num_workers, root)
 
     @property
     def matrix_flags(self) -> tuple[str, ...]:
@@ -92,13 +96,13 @@ class HostDevice(Device):
 
     @property
     def division(self) -> str:
-        """For example "2 ranks share 8 cores: 4 threads each"."""
+        """For example "2 workers share 8 cores: 4 threads each"."""
         if self._num_workers == 1:
             return ""
         cores, threads = usable_cores(self._root), torch.get_num_threads()
         each = f"{threads} thread{'s' if threads > 1 else ''} each"
         too_many = ", more than there are" if self._num_workers * threads > cores else ""
-        return f"{self._num_workers} ranks share {cores} cores: {each}{too_many}"
+        return f"{self._num_workers} workers share {cores} cores: {each}{too_many}"
 
     @property
     def name(self) -> str:
@@ -134,7 +138,8 @@ class HostDevice(Device):
     @property
     def memory_name(self) -> str:
         limited = is_memory_limited(self._root)
-        return "memory of this container" if limited else "memory of this machine"
+        name = "memory of this container" if limited else "memory of this machine"
+        return f"{name} for each of {self._num_engines} engines" if self._num_engines > 1 else name
 
     def ranks(self, rank: int, num_ranks: int) -> range:
         return range(num_ranks)
@@ -145,7 +150,7 @@ class HostDevice(Device):
         return Counter(
             {
                 f"{num_rows:,} sequences": row_bytes * config.parallel.tensor_parallel_size,
-                "processes": PROCESS_BYTES + num_further * API_SERVER_BYTES,
+                "processes": PROCESS_BYTES + num_further * API_SERVER_BYTES // self._num_engines,
             }
         )
 
@@ -165,7 +170,7 @@ class HostDevice(Device):
         return 0
 
     def free_bytes(self, config: CacheConfig) -> int:
-        return available_memory(self._root)
+        return available_memory(self._root) // self._num_engines
 
     def total_bytes(self) -> int:
         return total_memory(self._root)

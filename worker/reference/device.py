@@ -5,11 +5,11 @@ from pathlib import Path
 
 from proto.errors import ConfigError
 from proto.messages.prepared_model import PreparedModel
-from proto.settings.config import DeviceConfig, ServeConfig
+from proto.settings.config import DeviceConfig, ParallelConfig, ServeConfig
 from worker.attention.backend import AttentionBackend, AttentionShape
 from worker.attention.kv_cache import KVCache
 from worker.batch.transfers import HostTransfers, Transfers
-from worker.host.device import HostDevice
+from worker.host.device import ALONE, HostDevice
 from worker.layers.activation import Activation, Gate
 from worker.layers.norm import Norm, NormWeight
 from worker.layers.recurrence import Recurrence, RecurrenceShape
@@ -34,10 +34,10 @@ class ReferenceDevice(HostDevice):
         config: DeviceConfig,
         root: Path = Path("/"),
         *,
-        num_workers: int = 1,
+        parallel: ParallelConfig = ALONE,
         reason: str = "",
     ) -> None:
-        super().__init__(config, root, num_workers=num_workers)
+        super().__init__(config, root, parallel=parallel)
         self._reason = reason
         if reason:
             logger.warning("everything runs on the slow reference: %s", reason)

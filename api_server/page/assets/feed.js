@@ -12,6 +12,7 @@ export class Feed {
   /** handlers: { hello, view, notice, state }, called with the content of each event. */
   constructor(handlers) {
     this.handlers = handlers;
+    this.engine = 0; // whose events the next connection has
     this.connection = null;
   }
 
@@ -59,7 +60,7 @@ export class Feed {
     const either = AbortSignal.any([signal, dead.signal]);
     let timeout = setTimeout(() => dead.abort(), SILENCE_MS);
     try {
-      const response = await request("view/events", { signal: either });
+      const response = await request(`view/events?engine=${this.engine}`, { signal: either });
       for await (const { event, data } of eventsOf(response)) {
         if (signal.aborted) return;
         clearTimeout(timeout);

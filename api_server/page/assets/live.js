@@ -88,6 +88,7 @@ export class LiveView {
       state: (state, detail) => this.#state(state, detail),
     });
     byId("live-retry").addEventListener("click", () => this.reconnect());
+    byId("live-engine").addEventListener("change", (event) => this.#showEngine(Number(event.target.value)));
     document.addEventListener("visibilitychange", () => this.#connect());
     document.addEventListener("themechange", () => this.#paint());
     new ResizeObserver(() => this.#paint()).observe(byId("panel-live"));
@@ -112,8 +113,27 @@ export class LiveView {
     else this.feed.stop();
   }
 
+  /** Shows another engine of the daemon, with counts from 0. */
+  #showEngine(engine) {
+    this.feed.engine = engine;
+    this.totals = { queries: 0, hits: 0, preemptions: 0 };
+    this.reconnect();
+  }
+
+  /** The choice of an engine; hidden if there is one only. */
+  #offerEngines({ engine, num_engines: number }) {
+    byId("live-engines").hidden = number < 2;
+    const select = byId("live-engine");
+    if (select.options.length !== number) {
+      const options = Array.from({ length: number }, (_, index) => make("option", { value: index }, String(index)));
+      select.replaceChildren(...options);
+    }
+    select.value = String(engine);
+  }
+
   #hello(hello) {
     this.hello = hello;
+    this.#offerEngines(hello);
     this.map.reshape(hello);
     for (const chart of this.charts) chart.reset();
     byId("live-shape").textContent =

@@ -43,7 +43,7 @@ PASSED: Final = frozenset(
         *("stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "bad_words"),
         *(REQUEST_NUMBERS.keys() - {"temperature", "top_p"}),
         *("chat_template_kwargs", "truncate_prompt_tokens", "truncation_side"),
-        "skip_reading_prefix_cache",
+        *("skip_reading_prefix_cache", "data_parallel_rank"),
     }
 )
 """Fields of a chat completion that Anthropic's API lacks and that this server accepts here too."""

@@ -41,7 +41,7 @@ _SUMMARY_REQUEST: Final = (
 )
 _REQUEST_FIELDS: Final = (
     *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed"),
-    *("skip_reading_prefix_cache", "timeout_ms", "queue_timeout_ms"),
+    *("skip_reading_prefix_cache", "timeout_ms", "queue_timeout_ms", "data_parallel_rank"),
 )
 """Fields that mean the same as in a response."""
 

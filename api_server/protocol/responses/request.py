@@ -54,7 +54,7 @@ PASSED: Final = frozenset(
         *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
         *("include_stop_str_in_output", "stop_token_ids", "top_k", "min_tokens"),
         *(REQUEST_NUMBERS.keys() - _REPEATED_NUMBERS),
-        *("logit_bias", "skip_reading_prefix_cache"),
+        *("logit_bias", "skip_reading_prefix_cache", "data_parallel_rank"),
         *("bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens"),
         *("spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side"),
         *("chat_template_kwargs", "thinking_token_budget", "include_reasoning"),

@@ -59,7 +59,7 @@ class ReloadOutcome:
 class ReloadContext:
     """The parts of the supervisor that the phases use.
 
-    num_workers: of a generation. clock: monotonic seconds.
+    clock: monotonic seconds.
     outcomes: each reload appends one, not always in its last phase; `Reload` removes it.
     """
 
@@ -69,14 +69,13 @@ class ReloadContext:
     actions: ReloadActions
     strategy: str
     num_front_ends: int
-    num_workers: int
     clock: Callable[[], float] = time.monotonic
     outcomes: list[ReloadOutcome] = field(default_factory=list)
 
     def start(self, epochs: EpochCounter) -> None:
         """Start the engine and the workers of a generation."""
-        for rank in range(self.num_workers):
-            self.children.start(epochs.make_boot("worker", rank))
+        for index in epochs.workers_of(0):
+            self.children.start(epochs.make_boot("worker", index))
         self.children.start(epochs.make_boot("engine_core", 0))
 
     def conclude(self, error: str = "", *, retry: bool = False) -> None:

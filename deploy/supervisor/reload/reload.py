@@ -19,6 +19,10 @@ from proto.runtime.run_directory import replace_file, write_state
 
 _MODEL_FILE: Final = "reload-model"
 """Holds the model that `tokend reload MODEL` asks for."""
+SEVERAL_ENGINES: Final = (
+    "the daemon has several engines (--data-parallel-size), which are not reloaded so far: "
+    "it needs a restart"
+)
 
 
 def write_wanted_model(run_dir: str, model: str) -> None:
@@ -129,6 +133,9 @@ class Reload:
 
         model: to switch to; None for the one that is served, or that a waiting request named.
         """
+        if self._context.epochs.num_engines > 1:
+            self._reporter.report_delay(SEVERAL_ENGINES)
+            return
         self._wanted = model or self._wanted
         if not self._allowed:
             self._reporter.report_delay("the daemon is about to end: there is no reload")

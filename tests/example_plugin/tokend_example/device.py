@@ -5,8 +5,8 @@ from worker.cpu.device import CpuDevice
 
 
 class NamedCpu(CpuDevice):
-    def __init__(self, config: ServeConfig, rank: int) -> None:
-        super().__init__(config.device, num_workers=config.parallel.tensor_parallel_size)
+    def __init__(self, config: ServeConfig, index: int) -> None:
+        super().__init__(config.device, parallel=config.parallel)
 
     @property
     def name(self) -> str:
