@@ -207,7 +207,9 @@ def test_a_pair_of_the_hub(tmp_path: Path) -> None:
 
     def tokend(*words: str) -> str:
         program = [sys.executable, "-P", "-m", "deploy.cli", *words]
-        return subprocess.check_output(program, env=variables, text=True)
+        done = subprocess.run(program, env=variables, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     try:
         assert "org/name:Q8_0 is prepared" in tokend("pull", "org/name:Q8_0", "--no-mmproj")

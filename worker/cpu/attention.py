@@ -199,6 +199,6 @@ class CpuAttention:
 
     def _check(self, packed: torch.Tensor, num_heads: int) -> None:
         """Assert what the kernels, which take addresses, assume about a tensor."""
-        assert packed.shape == (self._inputs[0].num_tokens, num_heads, self._shape.head_dim)
+        assert packed.shape == (self._groups[0].num_tokens, num_heads, self._shape.head_dim)
         assert packed.stride(2) == 1, "a head must be contiguous"
         assert num_heads == 1 or packed.stride(1) == self._shape.head_dim, "heads must be adjacent"

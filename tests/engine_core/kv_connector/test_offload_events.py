@@ -26,7 +26,7 @@ def test_without_a_subscriber_no_events_pile_up() -> None:
     num_seen = 0
     for number in range(30):
         rig.generate([number + 31 * each for each in range(25)])
-        num_seen += len(manager._events)
+        num_seen += len(manager.events)
         outputs.flush()
-        assert not manager._events
+        assert not manager.events
     assert num_seen > 30
