@@ -93,6 +93,7 @@ async def run_with_a_fault(
 def test_streams_go_on_at_the_other_engine(
     daemon: Daemon, expected: list[Stream], title: str, number: signal.Signals
 ) -> None:
+    compile_a_grammar(daemon)
     before = {name: tokens(daemon, name) for name in "01"}
     victim = psutil.Process(pids_by_title(daemon.pid)[title])
     with assert_unharmed(daemon, {title}):
@@ -105,6 +106,15 @@ def test_streams_go_on_at_the_other_engine(
     assert statuses == {200}
     assert all(tokens(daemon, name) > before[name] for name in "01"), "one engine got nothing"
     assert daemon.text.count("Traceback") == 0
+
+
+def compile_a_grammar(daemon: Daemon) -> None:
+    """Have each engine start its compiler of grammars, which has a descriptor from then on."""
+    body = {"prompt": "A", "max_tokens": 2, "structured_outputs": {"regex": "[a-z]{3}"}}
+    for engine in "01":
+        headers = {"X-data-parallel-rank": engine}
+        answer = httpx.post(f"{daemon.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
 
 
 def missing(daemon: Daemon) -> dict[str, list[str]]:
