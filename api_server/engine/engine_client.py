@@ -115,8 +115,9 @@ class EngineConnection:
     """The connection of an `EngineClient` to the engine of one epoch, on the event loop.
 
     Never blocks: the link queues what is sent, and its descriptor wakes the event loop.
-    index: of the engine. engine: its properties; None before it is ready. adapters: by name; None
-    before it sent them. is_watched: it sends views.
+    index: of the engine. is_current: the one of this index, not one before or after a reload.
+    engine: its properties; None before it is ready. adapters: by name; None before it sent them.
+    is_watched: it sends views.
     """
 
     def __init__(self, client: "EngineClient", link: Link, epoch: int, index: int) -> None:
@@ -124,7 +125,7 @@ class EngineConnection:
         self._link = link
         self.epoch = epoch
         self.index = index
-        self.is_watched = False
+        self.is_current = self.is_watched = False
         self.engine: EngineReady | None = None
         self.adapters: AdapterTable | None = None
         self._version_error: ProtocolError | None = None
@@ -265,9 +266,11 @@ class EngineClient:
         live_view: LiveViewPublisher,
         supervisor: SupervisorLink,
     ) -> None:
-        several = len(connections) > 1
+        self._routes = len(connections) > 1  # with one engine nothing is kept for a choice
         self._crashes_until_isolated = (
-            min(crashes_until_isolated, CRASHES_TO_RUN_ALONE) if several else crashes_until_isolated
+            min(crashes_until_isolated, CRASHES_TO_RUN_ALONE)
+            if self._routes
+            else crashes_until_isolated
         )
         self._crashes_of_engine = crashes_until_isolated
         self._request_ids = request_ids
@@ -295,6 +298,8 @@ class EngineClient:
         self._current = [
             self.connect(link, epoch, index) for index, (link, epoch) in enumerate(connections)
         ]
+        for connection in self._current:
+            connection.is_current = True
 
     @property
     def epoch(self) -> int:
@@ -379,9 +384,8 @@ class EngineClient:
             raise InternalRequestError("the engine of this request died")
         open_request = OpenRequest(request, stream)
         wanted = None if engine is None else self._wanted(engine)
-        if self._is_old(request.epoch):
-            connection: EngineConnection | None = self._connections[request.epoch]
-        else:
+        connection = self._connections.get(request.epoch)
+        if connection is None or connection.is_current:
             connection = wanted or self._route(open_request)
         if connection is not None and connection.ready:
             if connection.stalled:
@@ -408,8 +412,8 @@ class EngineClient:
 
     def abort_request(self, stream: OutputStream) -> None:
         """Remove a request and send an Abort to its engine; does nothing if it is not open."""
-        open_request = self._remove_request(stream.request_id)
-        if open_request is not None:
+        if stream.request_id in self._open:
+            open_request = self._remove_request(stream.request_id)
             self._send_abort(open_request, "disconnect", None)
 
     async def call_admin(self, name: AdminName, **parameters: Any) -> AdminReply:
@@ -442,7 +446,7 @@ class EngineClient:
         if self._closed:
             link.close()
             return
-        old, self._current[engine] = self._current[engine], self.connect(link, epoch, engine)
+        old = self._replace(self.connect(link, epoch, engine))
         self._router.note_down(engine)
         self._lose_engine(old.epoch, died)
         self._send_waiting_requests()
@@ -505,7 +509,7 @@ class EngineClient:
 
     def switch(self, epoch: int) -> None:
         """Make the engine of this epoch the current one; open requests stay with the old one."""
-        old, self._current[0] = self._current[0], self._connections[epoch]
+        old = self._replace(self._connections[epoch])
         if old.is_watched and old.ready:
             old.send(Watch(old.epoch, False))
         if self._current[0].ready:
@@ -551,14 +555,13 @@ class EngineClient:
         """Process a message of an engine."""
         if self._closed:
             return
-        is_current = self._is_current(connection)
         if isinstance(message, EngineCoreOutputs):
             self._process_outputs(connection, message)
         elif isinstance(message, EngineReady):
-            if is_current:
+            if connection.is_current:
                 self._on_engine_ready(connection)
         elif isinstance(message, EngineView):
-            if is_current:
+            if connection.is_current:
                 self._live_view.publish_view(connection.index, message)
                 self.update_view_subscription()  # a subscriber that does not read was dropped
         elif isinstance(message, AdapterList):
@@ -567,7 +570,7 @@ class EngineClient:
             connection.adapters.update(message)
             self._choose_adapters()
         elif isinstance(message, AdapterUsage):
-            if is_current:
+            if connection.is_current:
                 self._metrics.note_adapter_usage(connection.index, message)
         elif isinstance(message, AdapterReply):
             _note_reply(self._adapter_calls, connection.index, message)
@@ -581,7 +584,7 @@ class EngineClient:
         report waits until `switch`.
         """
         connection = self._connections[epoch]
-        if self._is_current(connection) or epoch < self.epoch:
+        if connection.is_current or epoch < self.epoch:
             reason = "it sent an undecodable message"
             self._supervisor.send(ProtocolViolation("engine_core", connection.index, epoch, reason))
 
@@ -594,13 +597,12 @@ class EngineClient:
 
     # Which engine
 
-    def _is_current(self, connection: EngineConnection) -> bool:
-        return self._current[connection.index] is connection
-
-    def _is_old(self, epoch: int) -> bool:
-        """Return whether an engine runs that a reload has replaced."""
-        connection = self._connections.get(epoch)
-        return connection is not None and not self._is_current(connection)
+    def _replace(self, connection: EngineConnection) -> EngineConnection:
+        """Make a connection the current one of its engine, and return the one before."""
+        old = self._current[connection.index]
+        self._current[connection.index] = connection
+        old.is_current, connection.is_current = False, True
+        return old
 
     def _takes_requests(self, connection: EngineConnection) -> bool:
         return connection.ready and connection.index not in self._reported_missing
@@ -621,8 +623,12 @@ class EngineClient:
     def _route(self, request: OpenRequest) -> EngineConnection | None:
         """Return the connection to the engine that should get a request; None if none is ready.
 
+        With one engine, its connection, ready or not.
+
         An engine that runs suspects of crashes gets no other requests, as long as others are ready.
         """
+        if not self._routes:
+            return self._current[0]
         ready = list(filter(self._takes_requests, self._current))
         ready = ready or [each for each in self._current if each.ready]
         ready = [each for each in ready if not each.stalled] or ready
@@ -666,7 +672,7 @@ class EngineClient:
         return idle[0] if idle and (len(ready) > 1 or not others_wait) else None
 
     def _is_suspect(self, request: OpenRequest) -> bool:
-        return self.num_engines > 1 and request.crash_count >= self._crashes_until_isolated
+        return self._routes and request.crash_count >= self._crashes_until_isolated
 
     def _read_loads(self) -> None:
         """Give the router the statistics that any front end has received."""
@@ -724,12 +730,14 @@ class EngineClient:
     def _send_request(self, request: OpenRequest, connection: EngineConnection) -> None:
         request.sent_to = connection.epoch
         message = request.message(connection.epoch)
-        if self._is_suspect(request):  # the engine isolates it from the other suspects, too
+        if request.crash_count and self._is_suspect(request):
+            # the engine isolates it from the other suspects, too
             crash_count = max(request.crash_count, self._crashes_of_engine)
             message = changed(message, crash_count=crash_count)
             self._suspects.add(request.request.request_id)
         connection.send(message)
-        if self._is_current(connection):
+        if self._routes and connection.is_current:
+            request.awaits_token = True
             request.stream.note_engine(connection.index)
             self._router.note_sent(self._described(request), connection.index)
 
@@ -818,13 +826,12 @@ class EngineClient:
             self._metrics.record_scheduler_stats(
                 message.stats, connection.epoch, message.timestamp, connection.index
             )
-        if self._is_current(connection):
-            self._router.note_step(connection.index)
-            if message.stats is not None and message.stats.kv_tiers:
+            if connection.is_current and message.stats.kv_tiers:
                 self._router.note_tiers(connection.index, message.stats.kv_tiers)
+        get, epoch = self._open.get, connection.epoch
         for request_id in message.accepted:
-            request = self._request_of(connection, request_id)
-            if request is not None:
+            request = get(request_id)
+            if request is not None and request.sent_to == epoch:
                 request.accept()
         for request_id in message.alone:
             request = self._request_of(connection, request_id)
@@ -835,8 +842,8 @@ class EngineClient:
             if request is not None:
                 request.record_progress(progress)
         for output in message.outputs:
-            request = self._request_of(connection, output.request_id)
-            if request is not None:
+            request = get(output.request_id)
+            if request is not None and request.sent_to == epoch:
                 self._process_output(request, output, message.timestamp)
 
     def _request_of(self, connection: EngineConnection, request_id: int) -> OpenRequest | None:
@@ -858,27 +865,28 @@ class EngineClient:
             logger.exception("request %d failed", stream.request_id)
             self._fail_request(stream, InternalRequestError("internal error"))
             return
-        if output.new_token_ids:
+        if request.awaits_token and output.new_token_ids:
+            request.awaits_token = False
             self._router.note_token(stream.request_id)
             self._suspects.discard(stream.request_id)
         if stream.error is not None and stream.num_choices > 1:
             self._send_abort(request, "disconnect", None)  # the choices that still run
         elif engine_goes_on:
             self._send_abort(request, "stop_string", output.choice)
-        if stream.finished:
+        if stream.finished and stream.request_id in self._open:
             self._remove_request(stream.request_id)
             if request.request.agent is not None and stream.ended_well:
                 # after the response has written the last chunk
                 self._loop.call_soon(self._send_turn_ended, request)
 
-    def _remove_request(self, request_id: int) -> OpenRequest | None:
-        """Remove a request that has ended, and return it; None if it is not open."""
-        request = self._open.pop(request_id, None)
-        if request is not None:
-            self._suspects.discard(request_id)
+    def _remove_request(self, request_id: int) -> OpenRequest:
+        """Remove an open request, which has ended, and return it."""
+        request = self._open.pop(request_id)
+        self._suspects.discard(request_id)
+        if self._routes:
             self._router.note_finished(request_id)
-            if self._suspects_wait:  # an engine may be idle now
-                self._loop.call_soon(self._send_waiting_requests)
+        if self._suspects_wait:  # an engine may be idle now
+            self._loop.call_soon(self._send_waiting_requests)
         return request
 
     def _send_turn_ended(self, request: OpenRequest) -> None:

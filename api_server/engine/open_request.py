@@ -71,7 +71,8 @@ class OpenRequest:
     """A request that has not finished.
 
     request: as it was submitted. sent_to: epoch of the engine that has it. accepted: by that engine
-    or an earlier one. alone: the engine reported that it runs nothing else beside this request.
+    or an earlier one. awaits_token: of several engines, the one that has it has sent none yet.
+    alone: the engine reported that it runs nothing else beside this request.
     started: the engine reported that it computes the request; engines report it only for requests
     that have seen an engine die.
     crash_count: deaths of engines, since the last progress, that the request may have caused.
@@ -84,6 +85,7 @@ class OpenRequest:
     alone: bool = False
     started: bool = False
     accepted: bool = False
+    awaits_token: bool = False
     crash_count: int = 0
     routed: RoutedRequest | None = None
     _num_tokens: int = 0

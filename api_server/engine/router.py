@@ -456,16 +456,13 @@ class Router:
         self._add_tenant_cost(sent, -sent.cost)
         self._update_cost(sent.engine)
 
-    def note_step(self, engine: int) -> None:
-        """Note that an engine has ended a step."""
-        self._engines[engine].active_at = self._clock()
-        self._stalled.discard(engine)
-
     def note_load(self, engine: int, load: EngineLoad) -> None:
         """Note the statistics of an engine, which any front end may have received."""
         known = self._engines[engine]
         known.load = load
-        known.active_at = max(known.active_at, load.timestamp)
+        if load.timestamp > known.active_at:
+            known.active_at = load.timestamp
+            self._stalled.discard(engine)
         if load.num_waiting >= MANY_WAITING or load.kv_usage >= HIGH_USAGE:
             self._high.add(engine)
         else:

@@ -433,6 +433,7 @@ class RequestStream:
     kv_transfer_params: what the KV connector reports to the client when a choice ends; of the
         choice that ended last.
     pooler_output: float32 little-endian, the result of a pooling request that has finished.
+    engine_metrics: of the engine that computes it, engine 0 before one does.
     """
 
     request_id: int
@@ -452,8 +453,11 @@ class RequestStream:
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)
     pooler_output: bytes = b""
     error: RequestError | None = None
-    engine: int = 0
+    engine_metrics: EngineMetrics = field(init=False)
     _last_token_times: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.engine_metrics = self.metrics.engines[0]
 
     @property
     def finished(self) -> bool:
@@ -503,13 +507,9 @@ class RequestStream:
             last = max(self._last_token_times.values())
             metrics.record_phases(timeline.scheduled, timeline.first_token, last, lengths)
 
-    @property
-    def engine_metrics(self) -> EngineMetrics:
-        """The metrics of the engine that computes the request."""
-        return self.metrics.engines[self.engine]
-
     def note_engine(self, index: int) -> None:
-        self.engine = index
+        """Note which engine computes the request from now on."""
+        self.engine_metrics = self.metrics.engines[index]
 
     def accept(self) -> None:
         if not self.accepted:
@@ -530,9 +530,7 @@ class RequestStream:
         for choice in self.choices:
             if not choice.finished and self.error is None:
                 choice.extend([], [], FinishReason.ABORT, None)
-                self.engine_metrics.count_finished_choice(
-                    str(choice.finish_reason), len(choice.token_ids)
-                )
+                self._count_finished(choice)
         self.notifier.notify()
 
     def called_tool(self) -> str:
@@ -577,9 +575,7 @@ class RequestStream:
         if num_new:
             self._record_tokens(output.choice, num_new, timestamp)
         if choice.finished:
-            self.engine_metrics.count_finished_choice(
-                str(choice.finish_reason), len(choice.token_ids)
-            )
+            self._count_finished(choice)
         if choice.has_delta:
             self.notifier.notify()
         self.send_buffer.check()

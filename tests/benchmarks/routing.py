@@ -30,7 +30,7 @@ from typing import Final, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from api_server.engine.router import RoutedRequest, Router
+from api_server.engine.router import EngineLoad, RoutedRequest, Router
 from deploy.bench.limits import percentile
 from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
 from engine_core.kv_cache.manager import KVCacheManager
@@ -340,7 +340,7 @@ class Replay:
         routed = self.router.describe(engine_request(request.request_id, tokens, name))
         for index, engine in enumerate(self.engines):
             if engine.num_running:
-                self.router.note_step(index)
+                self.router.note_load(index, EngineLoad(timestamp=self.now))
         request.engine = self._policy(self, routed)
         self.router.note_sent(routed, request.engine)
         chosen = self.engines[request.engine]

@@ -203,7 +203,7 @@ def test_a_pair_of_the_hub(tmp_path: Path) -> None:
     files = {"Q8_0/x-Q8_0.gguf": model, "mmproj-F32.gguf": b"GGUF", "mmproj-F16.gguf": vision}
     server.repositories["org/name"] = Repository(files)
     folders = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf")}
-    variables = {**os.environ, **folders, "HF_ENDPOINT": server.url}
+    variables = {**os.environ, **folders, "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
 
     def tokend(*words: str) -> str:
         program = [sys.executable, "-P", "-m", "deploy.cli", *words]

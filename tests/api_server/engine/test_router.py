@@ -211,14 +211,14 @@ def test_a_stalled_engine_gets_nothing_while_another_is_there():
     waiting = rig.request(session="s")
     rig.send(waiting, 0)
     rig.send(rig.request(rig.tokens(5000)), 1)
-    rig.router.note_step(1)
+    rig.router.note_load(1, EngineLoad(timestamp=rig.now))
     rig.now += 1.9
     assert rig.choose(rig.request(session="s")) == 0
     rig.now += 0.2
-    rig.router.note_step(1)
+    rig.router.note_load(1, EngineLoad(timestamp=rig.now))
     assert rig.choose(rig.request(session="s")) == 1
     assert rig.router.choose(rig.request(session="s"), [0]) == 0
-    rig.router.note_step(0)
+    rig.router.note_load(0, EngineLoad(timestamp=rig.now))
     assert rig.choose(rig.request(session="s")) == 0
 
 
