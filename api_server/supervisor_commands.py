@@ -82,11 +82,11 @@ class EngineSwitch:
         """Connect to the engine that replaces the current one, which has ended."""
         client, epoch, engine = self.app_state.client, message.epoch, message.engine
         cause = "died" if message.died else "is replaced by another one"
-        number = client.num_open
         link = connect_engine(self._boot, epoch)
-        client.reconnect(link, epoch, engine, died=message.died)
-        waiting = client.num_waiting
-        logger.warning("engine %d %s: of %d open requests %d wait", engine, cause, number, waiting)
+        number = client.reconnect(link, epoch, engine, died=message.died)
+        had = "1 request" if number == 1 else f"{number} requests"
+        where = "at another engine" if client.connected else "when the next one is ready"
+        logger.warning("engine %d %s: it had %s, to be continued %s", engine, cause, had, where)
         self._discard_profile()
         if engine == 0:
             self._state.app_state = replace(self.app_state, epoch=epoch)

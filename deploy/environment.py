@@ -8,6 +8,7 @@ import os
 import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Final
 
 from deploy import notify
@@ -20,6 +21,7 @@ API_KEY_VARIABLE: Final = "TOKEND_API_KEY"
 """The API key, for users who keep it off the command line, which other users can read."""
 ADMIN_KEY_VARIABLE: Final = "TOKEND_ADMIN_API_KEY"
 """The admin key."""
+_VARIABLES: Final = (FAULTS_VARIABLE, API_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class HostEnvironment:
     settings: configuration fields set by the environment; flags and file override them.
     service_manager: variables that a service manager such as systemd has set.
     faults: value of TOKEND_FAULTS.
+    misspelt: names of variables that mean nothing, each with the one that was probably meant.
     headers_folder: temporary folder for models of the Hugging Face hub that are not downloaded yet,
         of whose weights only the headers are wanted; None to download them.
     """
@@ -38,6 +41,7 @@ class HostEnvironment:
     settings: Mapping[str, Any] = field(default_factory=dict)
     service_manager: Mapping[str, str] = field(default_factory=dict)
     faults: str = ""
+    misspelt: Mapping[str, str] = field(default_factory=dict)
     headers_folder: str | None = None
 
     @classmethod
@@ -56,7 +60,12 @@ class HostEnvironment:
             name: inherited.pop(name) for name in notify.VARIABLES if name in inherited
         }
         faults = inherited.pop(FAULTS_VARIABLE, "")
-        environment = cls(inherited, settings, manager, faults)
+        misspelt = {
+            name: meant[0]
+            for name in inherited
+            if name.startswith("TOKEND_") and (meant := get_close_matches(name, _VARIABLES, 1, 0.8))
+        }
+        environment = cls(inherited, settings, manager, faults, misspelt)
         home = _home(variables)
         if not home or inherited.get("HOME", home) != home:
             with contextlib.suppress(ConfigError):

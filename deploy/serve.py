@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.util import find_spec
+from ipaddress import ip_address
 from types import FrameType
 from typing import NoReturn
 
@@ -80,6 +81,12 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
         resources.enter_context(closing(display))
         for file in readable_key_files(config.frontend):
             display.notice(f"every user of this machine may read {file}", level="WARNING")
+        for name, meant in environment.misspelt.items():
+            display.notice(f"{name} has no effect: did you mean {meant}?", level="WARNING")
+        address = ip_address(listener.getsockname()[0].partition("%")[0])
+        if not config.frontend.has_client_keys and not address.is_loopback:
+            reachable = f"--host {config.frontend.host} without --api-key"
+            display.notice(f"{reachable}: who reaches the port can use the models", level="WARNING")
         before = signal.signal(signal.SIGTERM, _terminate)
         resources.callback(signal.signal, signal.SIGTERM, before)  # the supervisor has its own
         operators = resources.enter_context(admin_listeners(config.frontend))

@@ -437,20 +437,21 @@ class EngineClient:
         replies = await self._ask_all(self._adapter_calls, call)
         return next((reply for reply in replies if reply.status != 200), replies[0])
 
-    def reconnect(self, link: Link, epoch: int, engine: int = 0, *, died: bool = True) -> None:
-        """Connect to the engine that replaces one which is gone.
+    def reconnect(self, link: Link, epoch: int, engine: int = 0, *, died: bool = True) -> int:
+        """Connect to the engine that replaces one which is gone; return how many requests it had.
 
         Open requests of that go to other engines at once, or to the new one when it is ready.
         died: the old engine crashed, so its requests may be the reason.
         """
         if self._closed:
             link.close()
-            return
+            return 0
         old = self._replace(self.connect(link, epoch, engine))
         self._router.note_down(engine)
-        self._lose_engine(old.epoch, died)
+        number = self._lose_engine(old.epoch, died)
         self._send_waiting_requests()
         self._check_deadlines()
+        return number
 
     def note_missing(
         self,
@@ -782,8 +783,11 @@ class EngineClient:
                 self._fail_request(request.stream, error)
         self._loop.call_later(DEADLINE_CHECK_SECONDS, self._continue_deadline_checks)
 
-    def _lose_engine(self, epoch: int, died: bool) -> None:
-        """Close the connection of an engine that is gone; its open requests wait for another."""
+    def _lose_engine(self, epoch: int, died: bool) -> int:
+        """Close the connection of an engine that is gone; its open requests wait for another.
+
+        Returns their number.
+        """
         connection = self._connections[epoch]
         connection.exchange_messages()  # outputs that it sent before its death count
         connection.close()
@@ -796,7 +800,9 @@ class EngineClient:
             if request.request.resumable:
                 self._remove_request(request.request.request_id)
                 request.stream.fail(InternalRequestError("the session ended with its engine"))
-        self._move_requests([each for each in lost if not each.request.resumable], died=died)
+        moved = [each for each in lost if not each.request.resumable]
+        self._move_requests(moved, died=died)
+        return len(moved)
 
     def _move_requests(self, requests: Sequence[OpenRequest], *, died: bool) -> None:
         """Take requests from their engine. died: it, or its workers, maybe because of them.

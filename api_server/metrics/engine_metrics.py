@@ -193,7 +193,8 @@ class EngineMetrics:
             "tokend:encoder_cache_queries", "Images whose encoder output requests needed."
         )
         self._encoder_hits = self._counter(
-            "tokend:encoder_cache_hits", "Those of them that were encoded for another request."
+            "tokend:encoder_cache_hits",
+            "Images whose encoder output was there already, from another request.",
         )
         self._encoder_rows = self._counter(
             "tokend:encoder_rows", "Rows of encoder output of images that were computed."
@@ -277,7 +278,7 @@ class EngineMetrics:
         """Metrics that the streams of requests feed."""
         self._rejections = self._counters(
             "vllm:admission_rejections",
-            "Requests refused because of a limit.",
+            "Requests refused by a queue limit, or while too many wait for an engine.",
             "reason",
             ("max_num_queued_reqs", "max_num_queued_tokens", "restart"),
         )

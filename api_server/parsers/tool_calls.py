@@ -36,6 +36,15 @@ from proto.errors import InvalidRequestError
 from proto.messages.grammar import GrammarSource, check_schema, decoded
 
 Message = dict[str, Any]
+_OF_AN_EMPTY_LIST: Final = frozenset(
+    ("type", "properties", "required", "title", "description", "$schema")
+)
+NO_PARAMETERS: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+"""Schema of a tool without parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +212,22 @@ def _parameters_schema(
     field = f"{tool.field}.function.parameters"
     with errors_of(field):
         check_schema(tool.parameters)
+        if _names_nothing(tool.parameters):
+            return NO_PARAMETERS
         schema, removed = rewrite_schema(tool.parameters, work)
     for keyword in removed:
         ignored.add(f"{field}.{keyword}")
     return {} if isinstance(schema, bool) else schema
+
+
+def _names_nothing(schema: Mapping[str, Any]) -> bool:
+    """Whether a tool has no parameters, as one without `parameters` or with empty `properties`."""
+    return (
+        schema.keys() <= _OF_AN_EMPTY_LIST
+        and schema.get("type", "object") == "object"
+        and not schema.get("properties")
+        and not schema.get("required")
+    )
 
 
 def _answer_grammar(

@@ -181,10 +181,11 @@ class StepPlanner:
                        RequestStatus.WAITING_FOR_… one
         results        running requests wait for the result of a step in flight, or for a mask
                        (`_plan_running`)
-        requests       all have their tokens, and none waits
+        requests       all have their tokens, or end before an image, and none waits
 
         While the engine is paused nothing is planned, and `Scheduler.schedule` says "pause". What
-        else shortens a step has no word: a draft is dropped for lack of blocks (`_plan_running`), a
+        else shortens a step has no word: a draft is dropped for lack of blocks (`_plan_running`),
+        only MAX_LOOKUPS_PER_STEP transferred requests are looked at (`_admit_transferred`), a
         request that this step has preempted is not admitted by it (`_admit`), a prompt leaves
         tokens to requests that need none in the end (`EncoderInputs.leaves_room`), and a row is
         taken out after planning because its mask is late (`Scheduler.rewind_rows`).

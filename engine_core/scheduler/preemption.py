@@ -154,7 +154,7 @@ class WaitingBlockHolders:
 
 
 class Preemption:
-    """Frees blocks of idle requests, then of one running request at a time: `preempt_one`.
+    """Frees blocks, of one request at a time: an idle, a pending or a running one (`preempt_one`).
 
     watermarks: None without any. The planner reads the watermarks and `waiting_block_holders`, too.
     Nothing is copied: the tokens of a preempted request stay in the Request. What the prefix cache

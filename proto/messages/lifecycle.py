@@ -484,7 +484,7 @@ class NewFrontEnd(msgspec.Struct, array_like=True, tag=21, frozen=True):
 
 
 class Restarted(msgspec.Struct, array_like=True, tag=22, frozen=True):
-    """A process was restarted; for the metrics of the front ends.
+    """A process was restarted, for metrics; of a worker also for requests, which change the engine.
 
     hung: whether it was killed because it hung. engine: its index, or that of the workers' engine;
     None for a front end.

@@ -274,6 +274,22 @@ def test_programs_of_a_worker_leave_nothing_of_torch(
     assert [each.name for each in tmp_path.iterdir()] == ["program.py"]
 
 
+def test_an_open_server_and_a_misspelt_key_are_warned_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEND_APIKEY", "secret")
+    words = ["serve", "no-such-model", "--port", "0"]
+    assert cli.main([*words, "--host", "0.0.0.0"]) == 2
+    written = capsys.readouterr().err
+    assert "TOKEND_APIKEY has no effect: did you mean TOKEND_API_KEY?" in written
+    assert "--host 0.0.0.0 without --api-key" in written
+    assert "secret" not in written
+    monkeypatch.delenv("TOKEND_APIKEY")
+    for more in ([], ["--host", "0.0.0.0", "--api-key", "secret"]):
+        assert cli.main([*words, *more]) == 2
+        assert "WARNING" not in capsys.readouterr().err
+
+
 def test_an_unknown_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

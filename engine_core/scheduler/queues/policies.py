@@ -1,6 +1,6 @@
 """The scheduling policies by the names of `--scheduling-policy`, and fairness among tenants.
 
-To add a policy, write a subclass of `OrderedQueue`, and add it to `POLICIES`.
+docs/extending.md says how to add one.
 """
 
 from collections.abc import Callable

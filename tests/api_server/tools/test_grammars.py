@@ -117,6 +117,20 @@ def test_tool_choice_by_name(backend, name):
         assert check(name, walk(backend, source, seed)) == ["find"]
 
 
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}]
+)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_a_tool_without_parameters_gets_none(backend, name, parameters):
+    tool = {"name": "now"} if parameters is None else {"name": "now", "parameters": parameters}
+    source = grammar(name, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    for seed in range(3):
+        text = walk(backend, source, seed)
+        parser = TOOL_CALL_FORMATS[name].new_parser({"now": {}})
+        _, ((called, arguments),) = joined([*parser.parse_delta(text), *parser.parse_end()])
+        assert (called, json.loads(arguments)) == ("now", {}), text
+
+
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_consecutive_calls(backend, name):
     """Several calls are allowed unless parallel calls are off; only of declared tools."""
