@@ -49,9 +49,9 @@ STALL_CHECK_SECONDS: Final = 0.05
 WARM_BLOCKS: Final = 1024
 """Blocks after which a new engine is no longer preferred for misses."""
 MISSES_PER_NEW: Final = 4
-"""One of so many misses goes to a new engine."""
+"""A new engine gets one of this many misses."""
 EXPLORE_ONE_IN: Final = 100
-"""One of so many requests is sent without regard to affinity of its prompt."""
+"""One of this many requests is sent without regard to affinity of its prompt."""
 FULL_SHARE: Final = 0.95
 """Share of a pool from which on new blocks count as evicting others."""
 REUSE_SECONDS: Final = 10.0
