@@ -95,7 +95,7 @@ class EpochCounter:
         return range(engine * self.num_ranks, (engine + 1) * self.num_ranks)
 
     def engine_of(self, role: Role, epoch: int) -> int | None:
-        """Return the engine whose epoch, or whose workers' epoch, this is; None for an earlier one."""
+        """Return the engine whose epoch, or whose workers' epoch, this is; None: an earlier one."""
         epochs = self.worker_epochs if role == "worker" else self.epochs
         return epochs.index(epoch) if epoch in epochs else None
 
