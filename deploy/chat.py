@@ -27,6 +27,7 @@ from deploy.display import open_display
 from deploy.environment import API_KEY_VARIABLE, HostEnvironment
 from deploy.flags import parse_words
 from deploy.models import hub
+from deploy.models.catalogue import find
 from deploy.models.store import prepared_model
 from proto.errors import ConfigError, TokendError
 from proto.settings.config import ModelConfig
@@ -137,15 +138,19 @@ def _started(model: str, environment: HostEnvironment) -> Iterator[str]:
 
 def _check_chats(model: str, environment: HostEnvironment) -> None:
     """Raise ConfigError if a model does not chat, ModelError if there is none of this name."""
+    completes = ConfigError(
+        f"{model} has no chat template: it completes texts. tokend serve {model}, and "
+        "Completion on its page or /v1/completions"
+    )
+    packaged = find(model)
+    if packaged is not None and not packaged.chats:
+        raise completes  # before it is downloaded
     with contextlib.closing(open_display(sys.stderr, log_level=_LOG_LEVEL)) as display:
         prepared = prepared_model(model, environment, display)
     if not prepared.generates:
         raise ConfigError(f"{model} gives vectors or scores, no text: tokend serve {model}")
     if not prepared.has_chat_template:
-        raise ConfigError(
-            f"{model} has no chat template: it completes texts. tokend serve {model}, and "
-            "Completion on its page or /v1/completions"
-        )
+        raise completes
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment) -> str:
@@ -303,6 +308,8 @@ class Chat:
                         if "error" in event:
                             raise TokendError(str(event["error"].get("message", event["error"])))
                         yield from event.get("choices", ())[:1]
+        except httpx.ConnectError as error:
+            raise TokendError(f"the server does not answer any more: {error}") from None
         except (httpx.HTTPError, ValueError, AttributeError) as error:
             raise TokendError(f"the answer ended: {error}") from None
 

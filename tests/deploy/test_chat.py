@@ -16,7 +16,7 @@ from deploy import cli
 from deploy.bench.client import first_model
 from deploy.chat import Chat, find_model
 from deploy.environment import HostEnvironment
-from proto.errors import TokendError
+from proto.errors import ConfigError, TokendError
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.security import server_context
 from proto.settings.config import FrontEndConfig
@@ -95,6 +95,22 @@ def test_a_message_without_an_answer_is_forgotten(answer: httpx.Response, expect
         chat.ask("Hello?")
     chat.ask("Again?")
     assert [each["content"] for each in server.bodies[1]["messages"]] == ["Again?"]
+
+
+def test_a_server_that_is_gone_is_named_so() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("Connection refused")
+
+    client = httpx.Client(base_url="http://test", transport=httpx.MockTransport(refuse))
+    with pytest.raises(TokendError, match="does not answer any more: Connection refused"):
+        Chat(client, "m", io.StringIO()).ask("Hello?")
+
+
+def test_a_packaged_model_that_does_not_chat_is_not_downloaded(tmp_path: Path) -> None:
+    environment = HostEnvironment.of({"HOME": str(tmp_path)})
+    with pytest.raises(ConfigError, match="gemma3-270m has no chat template"):
+        chat_command.main(["gemma3-270m"], environment)
+    assert not list(tmp_path.rglob("*.gguf*"))
 
 
 def test_reasoning_is_shown_in_a_terminal_only() -> None:
