@@ -109,7 +109,7 @@ def test_a_server_that_is_gone_is_named_so() -> None:
 def test_a_packaged_model_that_does_not_chat_is_not_downloaded(tmp_path: Path) -> None:
     environment = HostEnvironment.of({"HOME": str(tmp_path)})
     with pytest.raises(ConfigError, match="gemma3-270m has no chat template"):
-        chat_command.main(["gemma3-270m"], environment)
+        chat_command._check_chats("gemma3-270m", environment)
     assert not list(tmp_path.rglob("*.gguf*"))
 
 
