@@ -86,7 +86,7 @@ SUITES = (
         *(600, 600),
     ),
     Suite("lives", "random request sequences of the scheduler, checked by invariants", 900, 600),
-    Suite("rehearsal", "the commands for the first hour on a GPU, on the fake GPU", 900, 300),
+    Suite("rehearsal", "the commands for the first hour on a GPU, on the fake GPU", 1200, 300),
     Suite("browser", "the page at / and the page of a trace, in headless Chromium", 600, 180),
     Suite(
         "settings",
