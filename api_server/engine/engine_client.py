@@ -229,17 +229,19 @@ class CallToEngines(Generic[Call, Reply]):
     def note_reply(self, engine: int, reply: Reply) -> None:
         """Note the reply of an engine; the last one completes the call."""
         if engine in self.missing and not self.done.done():
-            self.missing.discard(engine)
             self.replies[engine] = reply
-            if not self.missing:
-                self.done.set_result([self.replies[index] for index in sorted(self.replies)])
+            self._wait_no_longer(engine)
 
     def skip(self, engine: int) -> None:
         """Wait for this engine no longer, unless only engines that rest were asked."""
         if engine in self.missing and (self.replies or len(self.missing) > 1):
-            self.missing.discard(engine)
-            if not self.missing and not self.done.done():
-                self.done.set_result([self.replies[index] for index in sorted(self.replies)])
+            self._wait_no_longer(engine)
+
+    def _wait_no_longer(self, engine: int) -> None:
+        """Complete the call if no other engine is missing."""
+        self.missing.discard(engine)
+        if not self.missing and not self.done.done():
+            self.done.set_result([self.replies[index] for index in sorted(self.replies)])
 
     def fail(self, error: RequestError) -> None:
         if not self.done.done():
@@ -348,11 +350,6 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         return len(self._open)
-
-    @property
-    def num_waiting(self) -> int:
-        """Open requests that no engine has."""
-        return sum(request.sent_to == NO_ENGINE for request in self._open.values())
 
     async def wait_ready(self) -> EngineReady:
         """Return when an engine accepts requests; raises ProtocolError for another version."""

@@ -77,7 +77,7 @@ async def test_without_another_engine_requests_wait_and_new_ones_too(front_end):
     await front_end.engines[1].requests.get()
     await front_end.lose_engine(1)
     second = asyncio.create_task(front_end.complete(return_token_ids=True))
-    while front_end.app_state.client.num_waiting != 2:
+    while [each.sent_to for each in front_end.app_state.client._open.values()] != [0, 0]:
         await asyncio.sleep(0.001)
     front_end.engines[1].announce()
     got = [await front_end.engines[1].requests.get()]
