@@ -59,6 +59,7 @@ from proto.runtime import process
 from proto.runtime.sockets import Link, Poller
 
 POLL_SECONDS: Final = 0.02
+"""A signal just before the poll does not end it: Python's handler runs when the poll has ended."""
 
 
 def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
@@ -94,7 +95,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         _report_ready(boot, supervisor)
     poller, worker_epoch = Poller([supervisor]), boot.worker_epoch
     while True:
-        poller.wait(POLL_SECONDS if boot.role == "api_server" else None)
+        poller.wait(POLL_SECONDS)
         for message in supervisor.receive():
             if isinstance(message, Shutdown):
                 if behaviour != "stubborn":
