@@ -54,6 +54,7 @@ _ANSWER_SECONDS: Final = 600.0
 _HEALTH_SECONDS: Final = 5.0
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that could change the terminal."""
+_HOST_AND_PORT: Final = re.compile(r"[^/\s]+:\d+/?")
 _DIM: Final = "\x1b[2m"
 _PLAIN: Final = "\x1b[0m"
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str], environment: HostEnvironment) -> int:
             base_url=url,
             headers=headers,
             timeout=httpx.Timeout(_ANSWER_SECONDS, connect=10.0),
-            verify=_is_url(target) or not is_loopback(url),
+            verify=given_url(target) is not None or not is_loopback(url),
         ) as client,
     ):
         model, sampling = find_model(client, target)
@@ -96,15 +97,19 @@ def main(arguments: Sequence[str], environment: HostEnvironment) -> int:
     return 0
 
 
-def _is_url(target: str | None) -> bool:
-    return target is not None and target.startswith(("http://", "https://"))
+def given_url(target: str | None) -> str | None:
+    """Return the URL that a target means: one, or HOST:PORT; None for a model or a daemon."""
+    if target is None or target.startswith(("http://", "https://")):
+        return target
+    return f"http://{target}" if _HOST_AND_PORT.fullmatch(target) else None
 
 
 @contextlib.contextmanager
 def _server(target: str | None, environment: HostEnvironment) -> Iterator[str]:
     """Yield the URL of the server to chat with; one that was started ends with the block."""
-    if target is not None and _is_url(target):
-        yield base_url(target)
+    given = given_url(target)
+    if given is not None:
+        yield base_url(given)
         return
     daemons = running_daemons(environment.run_parents())
     if matching(target, daemons) if target is not None else daemons:

@@ -43,9 +43,10 @@ usage: tokend COMMAND
 _CHAT: Final = """\
 usage: tokend chat [MODEL|URL] [--system TEXT] [--max-tokens N]
 
-Chat with a model: that of a running daemon, or of the server at URL. If no daemon serves MODEL, one
-is started for the chat. A key is taken from TOKEND_API_KEY, the certificate of a private authority
-from SSL_CERT_FILE. If the input is not a terminal, it is one message, and the answer is printed.
+Chat with a model: that of a running daemon, or of the server at URL (HOST:PORT will do). If no
+daemon serves MODEL, one is started for the chat. A key is taken from TOKEND_API_KEY, the
+certificate of a private authority from SSL_CERT_FILE. If the input is not a terminal, it is one
+message, and the answer is printed.
 
   --system TEXT     system message
   --max-tokens N    longest answer (default: what the server allows)
@@ -75,7 +76,7 @@ daemon). Without an argument the only daemon of this user is stopped. Returns wh
 Ctrl-C ends the wait, not the drain.
 """
 _RELOAD: Final = """\
-usage: tokend reload [MODEL] [--pid PID | --run-directory DIRECTORY]
+usage: tokend reload [MODEL] [--pid PID | --port PORT | --run-directory DIRECTORY]
 
 Replaces engine and workers of a running daemon: the new ones use the model files and the installed
 code as they are now, and the same flags. Requests continue. MODEL: serve this model from now on, a

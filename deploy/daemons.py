@@ -75,7 +75,9 @@ def select(word: str | None, daemons: Sequence[RunningDaemon]) -> RunningDaemon:
     listed = ", ".join(map(str, found or daemons))
     if not found:
         raise ConfigError(f"no daemon of this user is {word}; there are: {listed}")
-    raise ConfigError(f"several daemons are running; select one by its process id: {listed}")
+    raise ConfigError(
+        f"several daemons are running; select one by its process id or port: {listed}"
+    )
 
 
 def ps(arguments: Sequence[str], environment: HostEnvironment) -> int:
@@ -135,7 +137,7 @@ def stop(arguments: Sequence[str], environment: HostEnvironment) -> int:
     return 0
 
 
-_RELOAD_FLAGS: Final = ("--pid", "--run-directory")
+_RELOAD_FLAGS: Final = ("--pid", "--port", "--run-directory")
 _POLL_SECONDS: Final = 0.05
 
 
@@ -148,7 +150,9 @@ def reload(words: Sequence[str], environment: HostEnvironment) -> int:
 
     models, values = parse_words(words, _RELOAD_FLAGS)
     if len(models) > 1 or len(values) > 1:
-        raise ConfigError("tokend reload takes MODEL, and --pid PID or --run-directory DIRECTORY")
+        raise ConfigError(
+            "tokend reload takes MODEL, and --pid PID, --port PORT or --run-directory DIRECTORY"
+        )
     model = _absolute(models[0]) if models else None
     directory = _find_run_directory(values, environment.run_parents())
     before = _wait_for_state(directory, lambda state: state.ending or not state.under_way)
@@ -193,7 +197,8 @@ def _find_run_directory(values: Mapping[str, str], parents: Sequence[str]) -> st
     """Return that of the daemon which the flags name; without flags, of the only one."""
     directory = values.get("--run-directory")
     if directory is None:
-        return select(values.get("--pid"), running_daemons(parents)).directory
+        word = values.get("--pid") or values.get("--port")
+        return select(word, running_daemons(parents)).directory
     if not in_use(directory):
         raise ConfigError(f"{directory} is not the run directory of a running daemon")
     return directory
@@ -229,11 +234,13 @@ def _ask(state: DaemonState, api_key: str | None) -> tuple[str, str]:
         try:
             ready = it.get("/health/ready").json()
             doing = "ready" if ready["ready"] else ", ".join(ready["reasons"])
+            for engine, reasons in ready.get("missing_engines", {}).items():
+                doing += f"; engine {engine}: {', '.join(reasons) or 'missing'}"
             if state.needs_key and api_key is None:
                 return "-", doing
             load = it.get("/load")
             return str(load.json()["server_load"]) if load.is_success else "-", doing
-        except (httpx.HTTPError, json.JSONDecodeError, KeyError, TypeError):
+        except (httpx.HTTPError, json.JSONDecodeError, AttributeError, KeyError, TypeError):
             return "-", "starting, or busy"
 
 

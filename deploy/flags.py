@@ -364,11 +364,14 @@ def read_file(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
+        message = f"not YAML: {' '.join(str(error).split())}"
+        raise ConfigError(f"--config {path}: {message}") from None
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"--config {path}: must contain lines of the form `max-num-seqs: 64`")
+        raise ConfigError(
+            f"--config {path}: must be YAML with lines of the form `max-num-seqs: 64`"
+        )
     by_key = {flag.name.removeprefix("--"): flag for flag in all_flags()}
     values: dict[str, Any] = {}
     seen = set()

@@ -433,7 +433,7 @@ class RequestStream:
     kv_transfer_params: what the KV connector reports to the client when a choice ends; of the
         choice that ended last.
     pooler_output: float32 little-endian, the result of a pooling request that has finished.
-    engine_metrics: of the engine that computes it, engine 0 before one does.
+    engine: index of the engine that computes it, 0 before one does. engine_metrics: its metrics.
     """
 
     request_id: int
@@ -453,6 +453,7 @@ class RequestStream:
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)
     pooler_output: bytes = b""
     error: RequestError | None = None
+    engine: int = field(init=False, default=0)
     engine_metrics: EngineMetrics = field(init=False)
     _last_token_times: dict[int, float] = field(default_factory=dict)
 
@@ -509,6 +510,7 @@ class RequestStream:
 
     def note_engine(self, index: int) -> None:
         """Note which engine computes the request from now on."""
+        self.engine = index
         self.engine_metrics = self.metrics.engines[index]
 
     def accept(self) -> None:

@@ -223,6 +223,7 @@ class TokenStream:
         fields |= {
             "prompts": len(self.streams),
             "choices": len(self.streams[0].choices),
+            **({"engine": self._engines()} if self.client.num_engines > 1 else {}),
             "prompt_tokens": usage.prompt_tokens,
             **({"images": num_images} if num_images else {}),
             "cached_tokens": usage.cached_tokens,
@@ -249,6 +250,10 @@ class TokenStream:
         elif self._cause and not self.finished:
             fields["cause"] = self._cause
         log_fields(fields)
+
+    def _engines(self) -> str:
+        """Return the indices of the engines that computed the prompts last: "0" or "0,2"."""
+        return ",".join(map(str, sorted({stream.engine for stream in self.streams})))
 
     def _outcome(self) -> str:
         if self.error is not None:

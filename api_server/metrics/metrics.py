@@ -10,7 +10,7 @@ engines together.
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from prometheus_client import (
@@ -107,6 +107,7 @@ class Metrics(Collector):
         self._adapter_usage: dict[int, AdapterUsage] = {}
         self._properties: dict[int, EngineReady] = {}
         self._ready = True
+        self._missing_engines: Collection[int] = ()
         self._engine_gauges = EngineGauges(
             sheet,
             (
@@ -141,9 +142,12 @@ class Metrics(Collector):
         self._registry.register(http_metrics)
         return http_metrics
 
-    def render(self, *, ready: bool = True) -> bytes:
-        """Return all metrics in Prometheus' text format 0.0.4. ready: see `/health/ready`."""
-        self._ready = ready
+    def render(self, *, ready: bool = True, missing_engines: Collection[int] = ()) -> bytes:
+        """Return all metrics in Prometheus' text format 0.0.4.
+
+        ready, missing_engines: see `/health/ready`.
+        """
+        self._ready, self._missing_engines = ready, missing_engines
         return generate_latest(self._registry)
 
     # What happened. Each method belongs to one event.
@@ -282,6 +286,12 @@ class Metrics(Collector):
         """Readiness; queue limits, weights and KV pool of the current engines."""
         engines = self._properties
         yield self._gauge("tokend:ready", "Whether /health/ready is true: 1 or 0.", [self._ready])
+        takes_requests = GaugeMetricFamily(
+            "tokend:engine_ready", "Whether an engine takes requests: 1 or 0.", labels=("engine",)
+        )
+        for index in range(len(self.engines)):
+            takes_requests.add_metric((str(index),), index not in self._missing_engines)
+        yield takes_requests
         limits = [engine.max_num_queued_reqs for engine in engines.values()]
         yield self._gauge(
             "tokend:max_num_queued_reqs",

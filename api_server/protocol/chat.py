@@ -77,7 +77,8 @@ def _content_parts(content: Any, info: ValidationInfo) -> Any:
                 raise ValueError(f"[{index}]{error}") from None
             continue
         if isinstance(kind, str) and kind != "text":
-            raise ValueError(no_text(kind, takes_images=ignored.takes_images))
+            reason = no_text(kind, takes_images=ignored.takes_images)
+            raise ValueError(f"[{index}]: {reason}")
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError("takes a string or parts with the type text and a string as text")
         where = "messages.content."

@@ -96,7 +96,10 @@ async def metrics(request: Request) -> Response:
     """Return all metrics in Prometheus' text format."""
     app_state = app_state_of(request)
     return Response(
-        app_state.metrics.render(ready=not app_state.health.not_ready_reasons()),
+        app_state.metrics.render(
+            ready=not app_state.health.not_ready_reasons(),
+            missing_engines=app_state.client.missing_engines,
+        ),
         media_type="text/plain; version=0.0.4; charset=utf-8",
     )
 

@@ -338,7 +338,7 @@ async def test_the_number_of_images_is_limited(serve, scripted, reader):
         ({"type": "image_url", "image_url": "bad"}, "content[0].image_url: no image can be read"),
         ({"type": "input_audio", "input_audio": {}}, "reads no part of the type input_audio"),
         ({"type": "video_url", "video_url": {}}, "reads no part of the type video_url"),
-        ({"type": "file", "file": {}}, "takes text and images only"),
+        ({"type": "file", "file": {}}, "messages[0].content[0]: takes text and images only"),
     ],
 )
 async def test_a_part_that_is_no_image_is_named(serve, scripted, reader, part, words):

@@ -14,7 +14,7 @@ import pytest
 from deploy import chat as chat_command
 from deploy import cli
 from deploy.bench.client import first_model
-from deploy.chat import Chat, find_model
+from deploy.chat import Chat, find_model, given_url
 from deploy.environment import HostEnvironment
 from proto.errors import ConfigError, TokendError
 from proto.messages.prepared_model import PreparedModel
@@ -190,6 +190,24 @@ def test_a_server_that_is_starting_is_waited_for() -> None:
 
     with httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer)) as client:
         assert find_model(client, None) == ("m", {})
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("127.0.0.1:8311", "http://127.0.0.1:8311"),
+        ("[::1]:80/", "http://[::1]:80/"),
+        ("https://models.example/v1", "https://models.example/v1"),
+        ("smollm2-135m-instruct", None),
+        ("org/name:4", None),
+        ("8311", None),
+        (None, None),
+    ],
+)
+def test_a_server_is_given_by_its_url_or_by_host_and_port(
+    target: str | None, expected: str | None
+) -> None:
+    assert given_url(target) == expected
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,12 @@ def test_a_daemon_with_keys_is_not_asked_without_one(
 ) -> None:
     """Its log would have a refusal for each call."""
     paths: list[str] = []
+    missing = b""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             paths.append(self.path)
-            body = b'{"ready": true, "reasons": [], "server_load": 3}'
+            body = b'{"ready": true, "reasons": [], "server_load": 3' + missing + b"}"
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -78,6 +79,10 @@ def test_a_daemon_with_keys_is_not_asked_without_one(
         printed = capsys.readouterr()
         assert printed.out.splitlines()[1].endswith("3         ready")
         assert printed.err == ""
+        missing = b', "missing_engines": {"1": ["worker 1 rests for 9 s"], "2": []}'
+        assert daemons.ps([], with_key) == 0
+        row = capsys.readouterr().out.splitlines()[1]
+        assert row.endswith("ready; engine 1: worker 1 rests for 9 s; engine 2: missing")
         server.shutdown()
     directory.leave()
 
@@ -104,7 +109,7 @@ def test_a_daemon_is_stopped_by_a_drain(
 def test_of_several_daemons_one_must_be_named(start: Start, environment: HostEnvironment) -> None:
     first, second = begin(start, environment), begin(start, environment)
     for words in ([], ["fake"]):
-        with pytest.raises(ConfigError, match="select one by its process id: ") as caught:
+        with pytest.raises(ConfigError, match="select one by its process id or port: ") as caught:
             daemons.stop(words, environment)
         assert f"{first.process.pid} (fake at {first.wait_ready()})" in str(caught.value)
     with pytest.raises(ConfigError, match="no daemon of this user is 1; there are: "):

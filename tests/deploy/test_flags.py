@@ -213,7 +213,7 @@ def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
         ("watermark: true\n", "--watermark takes a number such as 0.9, not True"),
         (f"max-num-seqs: {9 * 10**19}\n", "--max-num-seqs takes at most"),
         ("watermark: .nan\n", "--watermark takes a number such as 0.9, not 'nan'"),
-        ("- port\n", "must contain lines of the form"),
+        ("- port\n", "must be YAML with lines of the form"),
         ("port: [\n", "--config"),
     ],
 )

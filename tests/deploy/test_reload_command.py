@@ -67,7 +67,10 @@ def test_a_daemon_with_several_engines_is_not_reloaded(begin: Start) -> None:
     assert "reload" not in daemon.text
 
 
-@pytest.mark.parametrize("words", [["--pid"], ["--pid", "1", "2"], ["now"], ["--pid", "1"], []])
+@pytest.mark.parametrize(
+    "words",
+    [["--pid"], ["--pid", "1", "2"], ["--pid", "1", "--port", "2"], ["now"], ["--port", "1"], []],
+)
 def test_the_command_fails_without_a_daemon(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         reload(words, at([str(tmp_path)]))
@@ -82,6 +85,8 @@ def test_several_daemons_are_listed_with_pid_model_and_address(tmp_path: Path) -
             write_state(directories[-1].path, state)
         with pytest.raises(ConfigError) as caught:
             reload([], at([str(tmp_path)]))
+        with pytest.raises(ConfigError, match="no daemon of this user is 8002"):
+            reload(["--port", "8002"], at([str(tmp_path)]))
     finally:
         for directory in directories:
             directory.leave()

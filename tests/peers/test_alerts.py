@@ -33,6 +33,7 @@ HTTP: Final = 'instance="t:8000",job="tokend",handler="/v1/completions",method="
 LINES: Final[dict[str, dict[str, str]]] = {
     "TokendDown": {'up{instance="t:8000",job="tokend"}': "1 0x20"},
     "TokendNotReady": {f"tokend:ready{{{ENGINE}}}": "1 0x20"},
+    "TokendEngineMissing": {f"tokend:engine_ready{{{ENGINE}}}": "1 0x20"},
     "TokendQueueNearlyFull": {
         f"tokend:queued_reqs{{{ENGINE}}}": "60x20",
         f"tokend:max_num_queued_reqs{{{ENGINE}}}": "64x20",
@@ -55,6 +56,7 @@ LINES: Final[dict[str, dict[str, str]]] = {
 HEALTHY: Final = {
     'up{instance="t:8000",job="tokend"}': "1x20",
     f"tokend:ready{{{ENGINE}}}": "1 1 0 0 1x20",
+    f"tokend:engine_ready{{{ENGINE}}}": "1 1 0 0 1x20",
     f"tokend:queued_reqs{{{ENGINE}}}": "10x20",
     f"tokend:max_num_queued_reqs{{{ENGINE}}}": "64x20",
     f'vllm:admission_rejections_total{{{ENGINE},reason="full"}}': "7x20",

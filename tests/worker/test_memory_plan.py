@@ -392,6 +392,21 @@ def test_a_pool_that_is_too_small_for_the_longest_request_is_refused(tmp_path: P
     assert message.endswith("it fits with --num-gpu-blocks-override 8 or --max-model-len 32")
 
 
+@pytest.mark.parametrize(
+    ("words", "is_limited"),
+    [(("2",), True), (("500",), False), (("2", "--max-model-len", "16"), False)],
+)
+def test_a_plan_says_that_the_pool_limits_requests(
+    words: tuple[str, ...], is_limited: bool, tmp_path: Path
+) -> None:
+    prepared = tiny_model(tmp_path)
+    config = config_of("--num-gpu-blocks-override", *words)
+    plan = plan_memory(config, prepared, cpu_of(config))
+    assert plan.fits
+    text = "\n".join(plan.table())
+    assert ("requests are limited to them, the model takes " in text) is is_limited
+
+
 def test_a_second_generation_on_a_gpu_needs_a_pool_of_a_fixed_size(tmp_path: Path) -> None:
     """A share of the GPU is taken already by the generation that serves."""
     prepared, share = huge_model(tmp_path), ("--gpu-memory-utilization", "0.45")

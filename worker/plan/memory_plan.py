@@ -78,6 +78,7 @@ class MemoryPlan:
     vision_bytes: weights of the part that encodes images; 0 without one.
     num_state_slots, state_bytes: slots for the states of recurrent layers, with the null slot, and
         bytes of each; 0 without such layers. slots_per_sequence: of a sequence that runs.
+    longest: tokens of the longest request by model and settings; 0 where windows need fewer blocks.
     free: what the model may take of the device now. total: memory of the device.
     """
 
@@ -91,6 +92,7 @@ class MemoryPlan:
     num_groups: int
     num_blocks: int
     least_blocks: int
+    longest: int
     free: int
     total: int
     vision_bytes: int = 0
@@ -134,9 +136,10 @@ class MemoryPlan:
     def table(self) -> list[str]:
         """Return the sum, a line for each summand."""
         num_blocks = max(self.num_blocks, self.least_blocks)
-        pool = (
-            f"{self._tokens_of(num_blocks):,} tokens, {memory_size(self.kv_bytes_per_1k)} per 1,000"
-        )
+        tokens = self._tokens_of(num_blocks)
+        pool = f"{tokens:,} tokens, {memory_size(self.kv_bytes_per_1k)} per 1,000"
+        if tokens < self.longest:
+            pool += f"; requests are limited to them, the model takes {self.longest:,}"
         work = ", ".join(
             f"{what} {memory_size(size)}"
             for what, size in self.work.most_common()
@@ -257,6 +260,7 @@ def plan_memory(
         num_groups=layout.num_block_groups,
         num_blocks=num_blocks,
         least_blocks=least_blocks,
+        longest=0 if any(layout.windows) else _longest(setup),
         free=free,
         total=device.total_bytes(),
         vision_bytes=vision_weights,
