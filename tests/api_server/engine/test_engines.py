@@ -1,6 +1,7 @@
 """Several engines behind one front end: takeover, isolation, calls, metrics, health, live view."""
 
 import asyncio
+import logging
 
 import pytest
 
@@ -50,7 +51,8 @@ def missing(*engines):
     )
 
 
-async def test_requests_of_a_dead_engine_continue_at_once_at_another(front_end):
+async def test_requests_of_a_dead_engine_continue_at_once_at_another(front_end, caplog):
+    caplog.set_level(logging.INFO)
     task, request = await begin(front_end, 0, seed=5, n=1)
     front_end.engines[0].emit(request, [40, 41])
     await have(front_end, request, 2)
@@ -61,6 +63,7 @@ async def test_requests_of_a_dead_engine_continue_at_once_at_another(front_end):
     assert (moved.seed, moved.sampling_params) == (request.seed, request.sampling_params)
     front_end.engines[1].emit(moved, [42], finish=FinishReason.LENGTH)
     assert await token_ids(task) == [40, 41, 42]
+    assert " engine=1 " in caplog.text, "its log line names the engine that finished it"
 
 
 async def test_a_death_of_one_engine_leaves_requests_of_others_alone(front_end):
@@ -292,6 +295,9 @@ async def test_health_names_missing_engines_and_stays_ready(front_end):
     assert body["ready"] is True
     assert list(body["missing_engines"]) == ["1"]
     assert "it is restarted" in body["missing_engines"]["1"][0]
+    metrics = (await front_end.http.get("/metrics")).text
+    for line in ('tokend:engine_ready{engine="0"} 1.0', 'tokend:engine_ready{engine="1"} 0.0'):
+        assert line in metrics.splitlines()
     await front_end.lose_engine(0)
     command(front_end, missing(0, 1))
     not_ready = await front_end.http.get("/health/ready")
