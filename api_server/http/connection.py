@@ -37,7 +37,7 @@ PASS_SECONDS: Final = 0.002
 """Time for parsing in one pass of the event loop; the rest waits for the next pass."""
 
 RANKED_TURNS: Final = 4
-"""Connections with so many turns or more have the same rank; an ordinary request takes one or two.
+"""Connections with this many turns or more have one rank; an ordinary request takes one or two.
 """
 
 READ_AHEAD_BYTES: Final = 64 << 10

@@ -357,7 +357,7 @@ class ReasoningParser:
         return text
 
     def _drop_quotation(self, parts: list[OutputPart], length: int | None) -> None:
-        """Continue with the reasoning after so many characters of the text that was held back."""
+        """Continue with the reasoning after `length` characters of the text that was held back."""
         text = "".join(self._call_text)[:length]
         kept = len(_trimmed(text))
         if len(_FENCE_LINE.findall(text)) % 2:

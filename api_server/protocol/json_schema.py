@@ -145,7 +145,7 @@ class SchemaWork:
         self.is_used_up = False
 
     def take_steps(self, steps: int) -> None:
-        """Raise InvalidRequestError if there are not so many steps left."""
+        """Raise InvalidRequestError if fewer steps are left."""
         self._steps -= steps
         if self._steps < 0:
             self.is_used_up = True

@@ -89,7 +89,7 @@ def num_accepted(daemon: Daemon) -> float:
 def accepts_drafts(
     daemon: Daemon, expected: list[list[int]], num_tokens: int = 60, num_wanted: int = 20
 ) -> bool:
-    """Ask for answers of so many tokens until as many drafted tokens as wanted were accepted.
+    """Ask for answers of `num_tokens` tokens until as many drafted tokens as wanted were accepted.
 
     Whether drafts pay is decided by times that the engine measured, which other processes may have
     lengthened at first; so one round may go without drafts.

@@ -259,16 +259,16 @@ def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(run_dir, cl
     assert [each.front_end_index for each in engine.scheduler.running] == [0]
     # The other front end is still served.
     io.publish_step({0: [EngineCoreOutput(1, 0, 0, [1])]})
-    told, received = [], []
+    reported, received = [], []
     poller = Poller([good, peer])
-    while len(told) < 2 or not any(each.outputs for each in received):
+    while len(reported) < 2 or not any(each.outputs for each in received):
         io.receive_messages(0)
         poller.wait(0.01)
-        told += [each for each in peer.receive() if isinstance(each, Notice | FrontEndStalled)]
+        reported += [each for each in peer.receive() if isinstance(each, Notice | FrontEndStalled)]
         received += good.receive()
-    assert "front end 1" in told[0].message
-    assert told[0].is_warning
-    assert told[1] == FrontEndStalled(1, 7), "the incarnation of the link"
+    assert "front end 1" in reported[0].message
+    assert reported[0].is_warning
+    assert reported[1] == FrontEndStalled(1, 7), "the incarnation of the link"
 
 
 def worker_ready(rank, **changes):

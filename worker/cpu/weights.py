@@ -168,8 +168,8 @@ class KernelWeight:
     ) -> torch.Tensor:
         """Return x @ weight.T + bias, [N, out], for x [N, in] of float32 or bfloat16.
 
-        bias: [out], float32 or bfloat16. out: memory for the result, float32 or bfloat16
-        whatever x is; its rows may be a stride apart. Without it a new contiguous one of
+        bias: [out], float32 or bfloat16. out: memory for the result, of float32 or
+        bfloat16, x of either; its rows may be a stride apart. Without it a new contiguous one of
         x's dtype.
         """
         result = x.new_empty(x.shape[0], self.out_features) if out is None else out

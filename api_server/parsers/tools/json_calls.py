@@ -203,7 +203,7 @@ class JsonCallParser(CallParser):
         self._state = self._after_call
 
     def _named_call(self, name: str, text: str) -> ToolCall | None:
-        """Return the call of the tool that a header names; None if it cannot be told, or is none.
+        """Return the call of the tool that a header names; None if that is unclear, or is none.
 
         If the header has the id of a call instead of a name, the name is a member of the object, or
         the arguments fit one tool only.

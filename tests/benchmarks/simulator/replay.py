@@ -175,7 +175,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--verify", action="store_true", help="follow the trace and compare each decision instead")
     add("--json", metavar="FILE", help="write the figures there, too")
     add("--record", metavar="TRACE", help="write a trace of the replay, of one policy, to look at")
-    add("--rate", type=positive, default=1.0, metavar="X", help="arrivals so many times as fast")
+    add("--rate", type=positive, default=1.0, metavar="X", help="factor of the arrival rate")
     add("--open-loop", action="store_true", help="turns of a job arrive when they did")
     add("--one-tenant", action="store_true", help="as if all requests were one tenant's")
     add("--num-gpu-blocks-override", type=at_least_one, metavar="N", help="blocks of the pool")

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["hashlib", "portable", "instructions"])
 def make_chain(request: pytest.FixtureRequest) -> Callable[[int], HashChain]:
-    """Makes a chain for blocks of so many bytes."""
+    """Makes a chain for blocks of a size in bytes."""
     if request.param == "hashlib":
         return HashlibChain
     folder = request.getfixturevalue("folder")

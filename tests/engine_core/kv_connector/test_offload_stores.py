@@ -200,14 +200,14 @@ def test_a_store_that_ranks_cancelled_or_finished_has_not_failed(
     rig.add_one(PROMPT, 10)
     rig.step()
     (store,) = rig.stores
-    told: list[tuple[bool, bool]] = []
+    reported: list[tuple[bool, bool]] = []
     monkeypatch.setattr(
         rig.offloading._manager,
         "complete_store",
-        lambda keys, *, success, cancelled: told.append((success, cancelled)),
+        lambda keys, *, success, cancelled: reported.append((success, cancelled)),
     )
     done = [FinishedJob(store.job_id, False, cancelled=each) for each in cancelled]
     for each in [FinishedJob(store.job_id, True), *done]:
         report = pack(OffloadReport([each]))
         rig.offloading.update_connector_output(KVConnectorOutput(worker_metadata=report))
-    assert told == [(False, all(cancelled))]
+    assert reported == [(False, all(cancelled))]

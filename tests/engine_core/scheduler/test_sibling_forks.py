@@ -218,12 +218,12 @@ def test_prompt_logprobs_come_from_the_choice_that_computes_the_prompt():
     engine = engine_of(max_num_batched_tokens=8)
     requests = engine.add(PROMPT, max_tokens=2, n=3, prompt_logprobs=1)
     engine.run()
-    told = {
+    reported = {
         key: [each.prompt_logprobs.first_position for each in outputs if each.prompt_logprobs]
         for key, outputs in engine.outputs.items()
     }
     request_id = requests[0].request_id
-    assert told[request_id, 0] == [1, 9, 17]
+    assert reported[request_id, 0] == [1, 9, 17]
     assert num_computed(engine) == 18 + 3 + 3
     assert_right(engine, requests, 2)
 
@@ -253,13 +253,13 @@ def test_choices_that_end_with_their_first_token_compute_one_prompt(
     requests = engine.add(prompt, max_tokens=max_tokens, n=16, **fields)
     engine.run()
     assert num_computed(engine) < 1.4 * len(prompt)
-    told = {
+    reported = {
         each.prompt_logprobs.first_position
         for outputs in engine.outputs.values()
         for each in outputs
         if each.prompt_logprobs
     }
-    assert told >= {1, 65, 129, 193} if "prompt_logprobs" in fields else not told
+    assert reported >= {1, 65, 129, 193} if "prompt_logprobs" in fields else not reported
     assert_right(engine, requests, max_tokens)
 
 

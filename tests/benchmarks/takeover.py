@@ -1,0 +1,186 @@
+"""Measure how soon another engine continues the requests of an engine or worker that is killed.
+
+A daemon with two engines; a stream decodes at engine 0, whose engine process or worker gets
+SIGKILL. Times in milliseconds after the signal, from the trace of engine 1 and the client's clock:
+
+    arrival    engine 1 has the request
+    step       engine 1 begins the first step with it
+    token      longest pause of the stream
+    prompt     beside it: a new prompt of as many tokens, outputs included, at engine 1
+
+The other engine idles, or decodes a stream of its own.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from deploy.bench.options import BenchParser, at_least_one
+from deploy.bench.processes import pids_by_title
+from deploy.bench.servers import StartedServer, tokend
+from deploy.trace.command import lines_of
+from proto.messages.sched_trace import Arrival, Step, TraceHeader
+from tests.benchmarks.command import run
+from tests.chaos.streams import Stream
+
+_VICTIMS: Final = ("engine", "worker")
+_OTHERS: Final = ("idles", "decodes")
+_COLUMNS: Final = ("arrival", "step", "token", "prompt")
+_TIMEOUT: Final = 120.0
+
+
+@dataclass
+class Kill:
+    """A kill and what followed. moment: Unix time; the rest in milliseconds after it."""
+
+    victim: str
+    other: str
+    moment: float
+    token: float
+    prompt: float
+    arrival: float = 0.0
+    step: float = 0.0
+
+
+def body(rng: random.Random, prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
+    """Return a request of a prompt that no other request has."""
+    return {
+        "prompt": [rng.randrange(1000, 20000) for _ in range(prompt_tokens)],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def client_of(url: str, engine: int) -> httpx.AsyncClient:
+    """Return a client whose requests are computed by one engine."""
+    headers = {"X-data-parallel-rank": str(engine)}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT)
+
+
+async def wait_for_engines(client: httpx.AsyncClient) -> None:
+    while (await client.get("/health/ready")).json()["missing_engines"]:
+        await asyncio.sleep(0.05)
+
+
+async def kill(
+    server: StartedServer, victim: str, other: str, options: argparse.Namespace, rng: random.Random
+) -> Kill:
+    """Kill a process of engine 0 amid a stream, and return what the client saw."""
+    done, left = options.output_tokens, 16
+    async with client_of(server.url, 0) as first, client_of(server.url, 1) as second:
+        beside = Stream(body(rng, 64, 4096))
+        running = None
+        if other == "decodes":
+            running = asyncio.create_task(beside.run(second))
+            await beside.reach(8)
+        moved = Stream(body(rng, options.prompt_tokens, done + left))
+        stream = asyncio.create_task(moved.run(first))
+        await moved.reach(done)
+        pid = pids_by_title(server.pid)[f"tokend: {victim} 0"]
+        moment, since = time.time(), time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        await stream
+        if running is not None:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+        await wait_for_engines(second)
+        alone = Stream(body(rng, options.prompt_tokens + done, 1))
+        begin = time.monotonic()
+        await alone.run(second)
+    token, prompt = moved.longest_pause(since), alone.arrivals[0] - begin
+    return Kill(victim, other, moment, 1e3 * token, 1e3 * prompt)
+
+
+def add_engine_times(kills: Sequence[Kill], trace: Path) -> None:
+    """Set `arrival` and `step` from the trace of the engine that took the requests."""
+    moved = takeovers(trace)
+    for each in kills:
+        arrival, step = next(pair for pair in moved if pair[0] >= each.moment)
+        each.arrival, each.step = 1e3 * (arrival - each.moment), 1e3 * (step - each.moment)
+
+
+def takeovers(trace: Path) -> list[tuple[float, float]]:
+    """Return Unix times of the arrival and the first step of each request with outputs."""
+    return list(_takeovers(trace))
+
+
+def _takeovers(trace: Path) -> Iterator[tuple[float, float]]:
+    started_at, arrived = 0.0, dict[int, float]()
+    for line in lines_of(trace):
+        now = started_at + line.time_us / 1e6
+        if isinstance(line, TraceHeader):
+            started_at = line.started_at
+        elif isinstance(line, Arrival) and line.num_output_tokens:
+            arrived[line.seq_id] = now
+        elif isinstance(line, Step):
+            for seq_id in line.decision.new:
+                if seq_id in arrived:
+                    yield arrived.pop(seq_id), now
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure, print the table, and write the figures where --json says so."""
+    options, rng = _parse(words), random.Random(1)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ("--data-parallel-size", "2", "--sched-trace", str(Path(folder, "run.jsonl")))
+        with StartedServer(tokend("tokend", [*options.serve_flags, *flags])) as server:
+            kills = [
+                asyncio.run(kill(server, victim, other, options, rng))
+                for _ in range(options.rounds)
+                for victim in _VICTIMS
+                for other in _OTHERS
+            ]
+        add_engine_times(kills, Path(folder, "run.2.jsonl"))
+    if options.json:
+        Path(options.json).write_text(json.dumps([asdict(each) for each in kills], indent=2) + "\n")
+    _show(kills)
+
+
+def _show(kills: Sequence[Kill]) -> None:
+    table = Table(title="Milliseconds after SIGKILL: median (longest)")
+    for column in ("of engine 0 dies", "engine 1", "kills", *_COLUMNS):
+        table.add_column(column, justify="right")
+    for victim in _VICTIMS:
+        for other in _OTHERS:
+            rows = [each for each in kills if (each.victim, each.other) == (victim, other)]
+            cells = []
+            for name in _COLUMNS:
+                values = [getattr(row, name) for row in rows]
+                cells.append(f"{statistics.median(values):.0f} ({max(values):.0f})")
+            table.add_row(victim, other, str(len(rows)), *cells)
+    Console(width=100).print(table)
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = BenchParser(prog="python -m tests.benchmarks.takeover", description=__doc__)
+    parser.add_argument("--prompt-tokens", type=at_least_one, default=512, help="(512)")
+    parser.add_argument(
+        "--output-tokens", type=at_least_one, default=32, help="before the signal (32)"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=5, help="of four kills (5)")
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("serve_flags", nargs="*", help="flags of tokend serve, after --")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
