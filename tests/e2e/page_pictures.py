@@ -1,15 +1,18 @@
 """Make the pictures of the page in docs/: `page_pictures.py FOLDER [NAME]`.
 
-In light and dark: a chat, a completion, the live view of an overloaded small pool, a chat with
-mathematics on a phone, and one with an image; NAME is one of them. All answers are the packaged
-model's but for the last: it reads no images, so the script writes list of models and answer.
+In light and dark: a chat, a completion, the live view of an overloaded small pool and one with
+adapters, a chat with mathematics on a phone, and one with an image; NAME is one of them. All
+answers are the packaged model's but for the last: it reads no images, so the script writes list of
+models and answer. The adapters are random numbers.
 """
 
 import io
 import random
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,16 @@ import httpx
 from PIL import Image, ImageDraw
 from playwright.sync_api import sync_playwright
 
+from tests.benchmarks.adapters import write_adapter
 from tests.e2e.daemon import Daemon
+from tests.e2e.reference import packaged_model
 from tests.e2e.visitor import CHROMIUM, PHONE, script_answers
 
 FLAGS = ("--num-gpu-blocks-override", "1300", "--max-num-seqs", "16")
 NUM_CLIENTS = 20
 WATCHED_MS = 45_000
+ADAPTERS_MS = 15_000
+ADAPTERS = ("sql", "poems", "tickets", "summaries")
 SIZE = {"viewport": {"width": 1440, "height": 900}}
 PHONE_QUESTION = (
     r"Repeat this sentence: The solutions of $ax^2 + bx + c = 0$ are "
@@ -30,7 +37,7 @@ PHONE_QUESTION = (
 )
 
 
-def load(url: str, ended: threading.Event, seed: int) -> None:
+def load(url: str, ended: threading.Event, models: Sequence[str], seed: int) -> None:
     """Send completions one after the other until `ended`; half of the prompts share a prefix."""
     draw = random.Random(seed)
     shared = " ".join(f"word{number}" for number in range(120))
@@ -38,6 +45,7 @@ def load(url: str, ended: threading.Event, seed: int) -> None:
         words = " ".join(draw.choice(("sea", "ship", "wave", "wind")) for _ in range(400))
         prompt = (shared if seed % 2 else "") + words[: draw.choice((60, 600, 1800))]
         body = {"prompt": prompt, "max_tokens": draw.choice((100, 300, 600)), "ignore_eos": True}
+        body |= {"model": draw.choice(models)} if models else {}
         lines = httpx.stream(
             "POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=None
         )
@@ -127,42 +135,84 @@ def live(page: Any) -> None:
     page.wait_for_timeout(WATCHED_MS)
 
 
+def adapters(page: Any) -> None:
+    page.wait_for_selector("#adapters-list li >> nth=3")
+    page.check("#adapters-colour")
+    page.wait_for_timeout(ADAPTERS_MS)
+
+
+PLAYGROUND: dict[str, Callable[[Any], None]] = {
+    "chat": chat,
+    "completion": completion,
+    "phone": phone,
+    "image": image,
+}
+"""Pictures of a daemon that serves nothing else."""
+
+
+class Camera:
+    """Takes pictures of a daemon's page."""
+
+    def __init__(self, folder: Path, browser: Any, url: str) -> None:
+        self._folder, self._browser, self._url = folder, browser, url
+
+    def take(self, name: str, view: str, scene: Callable[[Any], None]) -> None:
+        """Play a scene in a view of the page, in light and dark, and take its picture."""
+        size = PHONE if name == "phone" else SIZE
+        for scheme in ("light", "dark"):
+            page = self._browser.new_page(color_scheme=scheme, **size)
+            page.goto(f"{self._url}/#{view}")
+            scene(page)
+            path = self._folder / f"page-{name}-{scheme}.png"
+            page.screenshot(path=path, full_page=view == "live")
+            page.close()
+
+
+@contextmanager
+def clients(url: str, models: Sequence[str] = ()) -> Iterator[None]:
+    """Load a daemon in the block. models: one of them for each request; none for the default."""
+    ended = threading.Event()
+    threads = [
+        threading.Thread(target=load, args=(url, ended, models, seed))
+        for seed in range(NUM_CLIENTS)
+    ]
+    for each in threads:
+        each.start()
+    yield
+    ended.set()
+    for each in threads:
+        each.join()
+
+
+@contextmanager
+def adapter_flags() -> Iterator[list[str]]:
+    """Yield the flags that serve adapters of random numbers."""
+    prepared = packaged_model()
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, name in enumerate(ADAPTERS):
+            write_adapter(Path(folder, name), prepared, 16, seed)
+        yield ["--enable-lora", "--lora-modules", *(f"{each}={folder}/{each}" for each in ADAPTERS)]
+
+
 def main(folder: Path, only: str = "") -> None:
-    scenes: dict[str, Callable[[Any], None]] = {
-        "chat": chat,
-        "completion": completion,
-        "phone": phone,
-        "image": image,
-    }
-    with Daemon(*FLAGS) as daemon, sync_playwright() as started:
+    with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-
-        def take(name: str, scene: Callable[[Any], None]) -> None:
-            size = PHONE if name == "phone" else SIZE
-            for scheme in ("light", "dark"):
-                page = browser.new_page(color_scheme=scheme, **size)
-                page.goto(f"{daemon.url}/#{'chat' if name == 'image' else name}")
-                scene(page)
-                page.screenshot(path=folder / f"page-{name}-{scheme}.png", full_page=name == "live")
-                page.close()
-
-        for name, scene in scenes.items():
-            if only in ("", name):
-                take(name, scene)
-        if only not in ("", "live"):
-            browser.close()
-            return
-        ended = threading.Event()
-        clients = [
-            threading.Thread(target=load, args=(daemon.url, ended, seed))
-            for seed in range(NUM_CLIENTS)
-        ]
-        for each in clients:
-            each.start()
-        take("live", live)
-        ended.set()
-        for each in clients:
-            each.join()
+        if only != "adapters":
+            with Daemon(*FLAGS) as daemon:
+                camera = Camera(folder, browser, daemon.url)
+                for name, scene in PLAYGROUND.items():
+                    if only in ("", name):
+                        camera.take(name, "chat" if name == "image" else name, scene)
+                if only in ("", "live"):
+                    with clients(daemon.url):
+                        camera.take("live", "live", live)
+        if only in ("", "adapters"):
+            with (
+                adapter_flags() as flags,
+                Daemon(*FLAGS, *flags) as daemon,
+                clients(daemon.url, ADAPTERS),
+            ):
+                Camera(folder, browser, daemon.url).take("adapters", "live", adapters)
         browser.close()
 
 

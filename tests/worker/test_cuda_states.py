@@ -39,7 +39,6 @@ from worker.step.model_runner import ModelRunner, SyncModelRunner
 
 pytestmark = pytest.mark.suite("devices")
 
-IN_REHEARSAL = pytest.mark.suite("rehearsal")
 _OF_EACH_KIND = ("qwen3next", "mamba2", "lfm2")
 """One of each kind of recurrent layer, one of them without attention."""
 
@@ -81,20 +80,28 @@ def on_host(model: Model, num_blocks: int = 81, num_rows: int = NUM_ROWS) -> Har
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "num_blocks", "eager"),
     [
-        pytest.param(each, marks=() if each in _OF_EACH_KIND else IN_REHEARSAL)
-        for each in STATE_SIZES
+        *(
+            (name, *case)
+            for name in _OF_EACH_KIND
+            for case in ((81, False), (15, False), (81, True))
+        ),
+        *(
+            pytest.param(name, 15, False, marks=pytest.mark.suite("rehearsal"))
+            for name in STATE_SIZES
+            if name not in _OF_EACH_KIND
+        ),
     ],
-    indirect=True,
-)
-@pytest.mark.parametrize(
-    ("num_blocks", "eager"), [(81, False), (15, False), (81, True)], ids=["", "preempted", "eager"]
+    indirect=["model"],
 )
 def test_tokens_are_those_of_the_reference(
-    num_blocks: int, eager: bool, model: Model, cuda: FakeCuda
+    model: Model, num_blocks: int, eager: bool, cuda: FakeCuda
 ) -> None:
-    """In chunks beside decodes, and the same prompts again, from states in the cache."""
+    """In chunks beside decodes, and the same prompts again, from states in the cache.
+
+    15 blocks are too few: requests are preempted.
+    """
     host = on_host(model, num_blocks)
     wanted = serve(host) + serve(host)
     worker = OnFakeCuda(model, cuda, NUM_ROWS, enforce_eager=eager)
