@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -38,18 +38,25 @@ TABLE_HEAD = "| suite | guards | tests | minutes |\n|---|---|---|---|\n"
 STALL_SECONDS = 300.0
 """Least of them; longer than the limit of any single test of what `make test` runs."""
 POLL_SECONDS = 0.5
+NUM_LONGEST = 3
+"""Files of a suite that the summary names, if their tests took more than LONG_SECONDS together."""
+LONG_SECONDS = 60
 INTERRUPT_SECONDS = 20.0
 """How long pytest may take to report when it is ended early."""
 
 
 @dataclass
 class Outcome:
-    """The result of a suite. error: why it was ended early, or empty."""
+    """The result of a suite.
+
+    seconds_by_file: of the tests of each file. error: why it was ended early, or empty.
+    """
 
     seconds: float
     counts: Counter[str]
     failed: list[str]
     skip_reasons: Counter[str]
+    seconds_by_file: Counter[str] = field(default_factory=Counter)
     error: str = ""
 
     @property
@@ -153,19 +160,25 @@ def read_junit(file: Path) -> Outcome:
                 result = "skipped"
                 outcome.skip_reasons[child.get("message", "")] += 1
         outcome.counts[result] += 1
+        name = case.get("classname", "")
+        outcome.seconds_by_file[name] += round(float(case.get("time", 0)))
         if result == "failed":
             outcome.failed.append(f"{case.get('classname')}::{case.get('name')}")
     return outcome
 
 
 def summary(outcomes: dict[str, Outcome]) -> str:
-    """A line for each suite, why tests were skipped, and the counts of all."""
+    """A line for each suite, its longest files, why tests were skipped, and the counts of all."""
     lines, total = [""], Counter[str]()
     for name, outcome in outcomes.items():
         total.update(outcome.counts)
         verdict = "ok" if outcome.ok else outcome.error or "FAILED"
         counts = ", ".join(f"{number} {what}" for what, number in outcome.counts.items())
         lines.append(f"{name:12} {outcome.seconds:6.0f} s  {counts or 'no tests'}: {verdict}")
+        longest = outcome.seconds_by_file.most_common(NUM_LONGEST)
+        lines += [
+            f"    {seconds} s in {file}" for file, seconds in longest if seconds > LONG_SECONDS
+        ]
         lines += [f"    failed: {test}" for test in outcome.failed]
         lines += [f"    {n} skipped: {why}" for why, n in outcome.skip_reasons.most_common()]
     failed = total["failed"] + sum(bool(each.error) for each in outcomes.values())

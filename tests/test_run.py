@@ -104,3 +104,13 @@ def test_help_lists_the_suites() -> None:
     )
     assert ran.returncode == 2
     assert "chaos" in ran.stderr
+
+
+def test_the_summary_names_the_files_that_took_long(tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    cases = [("tests.long", 40.2), ("tests.long", 40.1), ("tests.short", 2.0)]
+    lines = (f'<testcase classname="{name}" name="t" time="{time}"/>' for name, time in cases)
+    junit.write_text(f"<testsuite>{''.join(lines)}</testsuite>")
+    text = run.summary({"quick": run.read_junit(junit)})
+    assert "    80 s in tests.long\n" in text
+    assert "tests.short" not in text
