@@ -307,7 +307,7 @@ class RopeTable(ctypes.Structure):
 
     _fields_ = [
         *integers("num_positions"),
-        *pointers("table"),
+        *pointers("table", "query_scales"),
     ]
 
 

@@ -99,7 +99,7 @@ def is_describable(layers: Sequence[DecoderLayer]) -> bool:
         ):
             return False
         if attention is not None:
-            if attention.output.output.group.size > 1 or attention.rotary.query_scales is not None:
+            if attention.output.output.group.size > 1:
                 return False
             kinds.add((attention.spec.shape, _kind(attention), layer.is_parallel))
         elif layer.is_parallel:
@@ -271,7 +271,10 @@ class StackDescription:
         described = [self._layer(layer, rotaries) for layer in layers]
         self.complete = self._products.complete and self._norms_complete and self._mixtures_complete
         self._layers = (StackLayer * len(described))(*described)
-        tables = [RopeTable(len(rotary.table), rotary.table.data_ptr()) for rotary in rotaries]
+        tables = []
+        for rotary in rotaries:
+            scales = None if rotary.query_scales is None else rotary.query_scales.data_ptr()
+            tables.append(RopeTable(len(rotary.table), rotary.table.data_ptr(), scales))
         self._tables = (RopeTable * len(tables))(*tables)
         shape = attentions[0].spec.shape if attentions else None
         self.structure = Stack(

@@ -267,7 +267,7 @@ class Attention:
             query, key = self._normed(query, key)
         scales = context.query_scales(self.rotary)
         if scales is not None:
-            query = (query * scales[:, None, None]).to(query.dtype)
+            query = query.mul_(scales[:, None, None])
         rotation = context.rotation(self.rotary)
         attended = context.attention.run(self.layer, query, key, value, rotation, self.sinks)
         if self._gate is not None and gates is not None:

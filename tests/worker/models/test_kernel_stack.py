@@ -1,6 +1,7 @@
 """Layers in one kernel call give the same bits as layer by layer, or are not fused."""
 
 import copy
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,13 +56,9 @@ VARIATIONS = (
     *("gemma3-pattern-untied", "granite-biases", "phi3-longrope", "qwen3moe-dense-layers"),
     *("glm4moe-groups", "gptoss-full", "deepseek2-groups", "deepseek3-halves", "bamba-biases"),
     *("falconh1-norms", "granitehybrid-dense", "lfm2-biases", "mamba2-biases", "qwen35-biases"),
+    "ministral3-window",
 )
-LAYER_BY_LAYER = ("ministral3",)
-"""Families whose queries are scaled by position, which the one call of all layers does not do."""
-FAMILIES_AND_VARIATIONS = (
-    *(name for name in CONFIGS if "-" not in name and name not in LAYER_BY_LAYER),
-    *VARIATIONS,
-)
+FAMILIES_AND_VARIATIONS = (*(name for name in CONFIGS if "-" not in name), *VARIATIONS)
 HYBRIDS = ("falconh1", "granitehybrid", "lfm2", "qwen35")
 """Attention beside a mixer of each kind."""
 Checkpoint = Callable[[str], PreparedModel]
@@ -268,6 +265,44 @@ def test_attention_sinks_give_the_same_bits(
     model._stacks = CPU.layer_stacks(layers, model.spec.hidden_size)
     assert_same_bits(model, kernels)
     assert not torch.equal(StackRunner(model, kernels, model._stacks[:1]).run()[0], without[0])
+
+
+@best_variant
+def test_queries_that_grow_with_their_position_are_those_of_transformers(
+    variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], tmp_path: Path
+) -> None:
+    """Up to position 85, beyond two multiples of the length at which the factor grows.
+
+    As close as transformers' own bfloat16, with as many greedy tokens of float32; not without the
+    factor.
+    """
+    kernels = use_variant(variant)
+    reference = tiny_model(config_in_blocks("ministral3"))
+    reference.save_pretrained(tmp_path)
+    tokens = torch.arange(sum(step[0][1] for step in STEPS))[None] * 7 % 64
+    with torch.no_grad():
+        expected = reference(tokens).logits[0]
+        native = reference.to(torch.bfloat16)(tokens).logits[0].float()
+
+    def logits() -> torch.Tensor:
+        prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+        model = load(prepared, torch.bfloat16, Bf16Format(kernels))
+        steps = zip(STEPS, StackRunner(model, kernels, model._stacks[:1]).run(), strict=True)
+        hidden = torch.cat([rows[: step[0][1]] for step, rows in steps])
+        return model.float32_logits(hidden.contiguous())
+
+    def num_greedy(logits: torch.Tensor) -> int:
+        return int((logits.argmax(1) == expected.argmax(1)).sum())
+
+    found, error = logits(), (native - expected).abs().mean()
+    assert (found - expected).abs().mean() < 1.2 * error
+    assert num_greedy(found) > num_greedy(native) - 5
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]["llama_4_scaling_beta"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    constant = logits()
+    assert torch.equal(constant[:32], found[:32])
+    assert (constant[32:] - expected[32:]).abs().mean() > 3 * error
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-pattern-untied"])

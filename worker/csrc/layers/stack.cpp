@@ -404,7 +404,13 @@ class Layers {
                     std::copy_n(query + 2 * head * head_bytes, head_bytes, to + head * head_bytes);
             });
         norm_heads(layer, queries, keys);
-        if (gated || layer.query_norm.weight) {
+        const float* scales = stack_.rope_tables[layer.rope_table].query_scales;
+        if (scales)
+            each_row([&](int64_t row) {
+                void* query = queries.row(row);
+                scale_row(run_.dtype, stack_.num_heads * stack_.head_dim, scales[run_.positions[row]], query, query);
+            });
+        if (gated || layer.query_norm.weight || scales) {
 #pragma omp barrier
         }
         clock_.lap();

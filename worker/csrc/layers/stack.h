@@ -1,7 +1,8 @@
 // The C interface of a decoder's layers: all of them in one call, one team of threads.
 //
 //   x                                                       the residual, [num_rows, hidden_size]
-//   heads = qkv(norm(x))           query ‖ key ‖ value of each row; normed per head where a model does
+//   heads = qkv(norm(x))           query ‖ key ‖ value of each row; normed per head where a model does,
+//                                  queries times a factor of their position where one does
 //   x    += output(attention(heads))                        or its norm (attention_post_norm);
 //           after it or instead of it a recurrent mixer
 //   x     = attention_sum_norm(x)                           where a model does
@@ -117,6 +118,7 @@ struct TokendStackLayer {
 struct TokendRopeTable {
     int64_t num_positions;
     const float* table;  // [num_positions, 2, n / 2] for the n numbers of a head that rotate
+    const float* query_scales;  // [num_positions], factors of the queries before they rotate; null: all are 1
 };
 
 struct TokendStack {
