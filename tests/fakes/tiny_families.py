@@ -450,14 +450,16 @@ def _converted(
         tensors.pop("lm_head.weight", None)
     converted: Arrays = {}
     if architecture.startswith("qwen35"):
-        tensors = _with_tiled_heads(tensors, config)
+        tensors = with_tiled_heads(tensors, config)
     elif architecture == "qwen3next":
         tensors = _with_linear_attention(tensors, config, grouped=rules.is_older)
     tensors = _with_mamba2_layers(tensors, config)
     if architecture == "falcon-h1":
         tensors = _with_factors(tensors, config)
     for name, array in _with_stacks(_joined_mxfp4(_split_latents(tensors, config))).items():
-        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        new = names.get_name(
+            name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias")
+        )
         assert new is not None, f"the gguf package does not know {name} of {architecture}"
         if re.search(r"\.[qk]_proj\.", name) and rules.permuted:
             is_query = ".q_proj." in name
@@ -488,8 +490,7 @@ def _with_mamba2_layers(tensors: Arrays, config: PretrainedConfig) -> Arrays:
         elif kind == "norm.weight":
             groups = getattr(config, "mamba_n_groups", None) or config.n_groups
             array = array.reshape(groups, -1)
-        is_bias = kind == "dt_bias"
-        found[name.replace("dt_bias", "dt_proj.bias") if is_bias else name] = array
+        found[name] = array
     return found
 
 
@@ -518,7 +519,7 @@ def _with_factors(tensors: Arrays, config: PretrainedConfig) -> Arrays:
     }
 
 
-def _with_tiled_heads(tensors: Arrays, config: PretrainedConfig) -> Arrays:
+def with_tiled_heads(tensors: Arrays, config: PretrainedConfig) -> Arrays:
     """Return the tensors of linear attention with value heads in the order of llama.cpp.
 
     The first value head of each key head comes first, then the second of each … Decays are
@@ -543,7 +544,7 @@ def _with_tiled_heads(tensors: Arrays, config: PretrainedConfig) -> Arrays:
             array = np.concatenate((array[: 2 * keys], tiled(array[2 * keys :])))
         elif kind == "out_proj.weight":
             array = np.ascontiguousarray(tiled(np.ascontiguousarray(array.T)).T)
-        found[name.replace("dt_bias", "dt_proj.bias")] = array
+        found[name] = array
     return found
 
 
@@ -551,7 +552,7 @@ def _with_linear_attention(tensors: Arrays, config: PretrainedConfig, *, grouped
     """Return the tensors of Qwen3-Next's linear attention as llama.cpp has them.
 
     Rows of q, k, v and z, which a folder has key head by key head, are those of all heads one after
-    the other, unless they are `grouped`. Decays are as in `_with_tiled_heads`.
+    the other, unless they are `grouped`. Decays are as in `with_tiled_heads`.
     """
     groups, size = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // groups * config.linear_value_head_dim
@@ -569,7 +570,7 @@ def _with_linear_attention(tensors: Arrays, config: PretrainedConfig, *, grouped
             found[f"{layer}linear_attn.in_proj_qkv.weight"] = np.concatenate(qkv)
             found[f"{layer}linear_attn.in_proj_z.weight"] = z
         else:
-            found[name.replace("dt_bias", "dt_proj.bias")] = array
+            found[name] = array
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from tests.fakes.tiny_families import with_tiled_heads
 from tests.fakes.tiny_ggufs import place_in, rows_of
 from tests.fakes.tiny_model_files import add_tokenizer
 from tests.fakes.tiny_vision import GEMMA_PLACEHOLDER, IMAGE, VOCABULARY, chat_template
@@ -56,8 +57,7 @@ _SCALARS: Final = {
 def write_language_model(name: str, model: Any, config: dict[str, Any], path: Path) -> None:
     """Write the language model of a model of transformers in float32.
 
-    config: that of its prepared folder. Recurrent layers of Qwen 3.5 keep their order of heads, so
-    its file can be read but gives other tokens.
+    config: that of its prepared folder.
     """
     writer = gguf.GGUFWriter(path, TEXTS[name])
     rope = config["rope_parameters"]
@@ -86,17 +86,30 @@ def write_language_model(name: str, model: Any, config: dict[str, Any], path: Pa
 
 
 def _language_tensors(model: Any, config: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
-    """Return the tensors of the language model by their names in a GGUF file."""
-    state = {
-        own.replace("model.language_model.", "model."): weight
+    """Return the tensors of the language model by their names in a GGUF file.
+
+    Of Qwen 3.5 llama.cpp stores the sum of 1 and the weight of a norm, and recurrent layers in an
+    order and a shape of its own.
+    """
+    arrays = {
+        own.replace("model.language_model.", "model."): weight.detach().numpy()
         for own, weight in model.state_dict().items()
     }
+    if config["model_type"].startswith("qwen3_5"):
+        config = config | {"of_llama_cpp": True}
+        arrays = with_tiled_heads(arrays, model.config.text_config)
+        for own, numbers in arrays.items():
+            if own.endswith("conv1d.weight"):
+                arrays[own] = numbers[:, 0]
+            elif own.endswith("norm.weight") and ".linear_attn." not in own:
+                arrays[own] = numbers + 1.0
+    state = {own: torch.from_numpy(numbers) for own, numbers in arrays.items()}
     tensors: dict[str, NDArray[np.float32]] = {}
     for weight in spec_from_config(config).weights().values():
         place, stack = place_in(state, weight), weight.gguf_stack
         assert place is not None, weight.name
         if stack is None:
-            tensors[weight.gguf] = place.detach().numpy()
+            tensors[weight.gguf] = place.numpy()
         else:
             whole = tensors.setdefault(stack.tensor, np.zeros(stack.shape, np.float32))
             rows_of(whole, stack, weight)[...] = place.detach().numpy()

@@ -41,7 +41,7 @@ from tests.fakes.tiny_vision import (
     save_vision_model,
 )
 from tests.fakes.vision import blocks_of, generate, going_on, new_request, step_of, whole
-from tests.fakes.vision_ggufs import write_grid_mmproj, write_language_model
+from tests.fakes.vision_ggufs import TEXTS, write_grid_mmproj, write_language_model
 from worker.host.device import HostDevice
 from worker.loaded_model import LoadedModel, load
 from worker.models.registry import read_config
@@ -263,7 +263,7 @@ def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
             assert found == expected, (device.name, size)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("name", TEXTS)
 def test_a_gguf_pair_gives_the_tokens_of_its_folder(name: str, tmp_path: Path) -> None:
     """In float32; windows of Qwen2.5-VL are those of the files, and larger than the images."""
     changes = {"vision_config": {"window_size": 112}} if name == "qwen2_5_vl" else {}
