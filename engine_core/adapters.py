@@ -59,11 +59,13 @@ class _Content:
 
     num_bytes: in the memory of all workers. num_crashes: of workers that loaded it, since the last
     time that they could. names: those that it has, in the order in which it got them.
+    changes_images: as in AdapterLoaded.
     """
 
     lora_int_id: int
     path: str
     digest: bytes = b""
+    changes_images: bool = False
     rank: int = 0
     num_bytes: int = 0
     num_crashes: int = 0
@@ -136,8 +138,7 @@ class AdapterRegistry:
         if accepted:
             content = self._by_digest.get(lora.digest)
             if content is None:
-                content = self._new_content(lora.path, lora.lora_int_id)
-                self._set_digest(content, lora.digest)
+                content = self._known_content(lora)
                 self._residency.unnamed.add(content.lora_int_id)
             content = self._with_usable_id(content)
         else:
@@ -149,9 +150,7 @@ class AdapterRegistry:
             content = self._with_usable_id(name.content)
         if content.num_crashes >= MAX_CRASHES:
             raise InvalidRequestError(_crash_error(content).message, "model")
-        return LoRARequest(
-            content.lora_int_id, lora.lora_name, content.path, content.digest, lora.scale
-        )
+        return self._request(content, lora.lora_name, content.path, lora.scale)
 
     # Calls
 
@@ -220,8 +219,7 @@ class AdapterRegistry:
         for card in cards:
             content = self._by_digest.get(card.lora.digest)
             if content is None:
-                content = self._new_content(card.lora.path, card.lora.lora_int_id)
-                self._set_digest(content, card.lora.digest)
+                content = self._known_content(card.lora)
                 content.rank, content.num_bytes = card.rank, card.num_bytes
             self._residency.unnamed.discard(content.lora_int_id)
             self._last_number = max(self._last_number, card.number + 1)
@@ -386,6 +384,7 @@ class AdapterRegistry:
         if error is None:
             content.rank = max(answer.lora_rank for answer in answers)
             content.num_bytes = sum(answer.num_bytes for answer in answers)
+            content.changes_images = any(answer.changes_images for answer in answers)
             content.num_crashes = 0
         else:
             logger.warning("adapter %d, %s: %s", lora_int_id, content.path, error.message)
@@ -445,12 +444,20 @@ class AdapterRegistry:
         content = self._contents[lora_int_id] = _Content(lora_int_id, path)
         return content
 
+    def _known_content(self, lora: LoRARequest) -> _Content:
+        """Return a new content for one that another engine has loaded."""
+        content = self._new_content(lora.path, lora.lora_int_id)
+        content.changes_images = lora.changes_images
+        self._set_digest(content, lora.digest)
+        return content
+
     def _with_usable_id(self, content: _Content) -> _Content:
         """Return a content, in place of one whose id must not be loaded again."""
         if content.lora_int_id not in self._residency.retired:
             return content
         other = self._new_content(content.path)
         other.rank, other.num_bytes = content.rank, content.num_bytes
+        other.changes_images = content.changes_images
         self._set_digest(other, content.digest)
         other.names, content.names = content.names, {}
         for name in other.names:
@@ -484,11 +491,16 @@ class AdapterRegistry:
     def _card(self, name: str) -> AdapterCard:
         each = self._names[name]
         return AdapterCard(
-            LoRARequest(each.content.lora_int_id, name, each.path, each.content.digest),
+            self._request(each.content, name, each.path),
             each.content.rank,
             each.content.num_bytes,
             each.number,
             each.default_scale,
+        )
+
+    def _request(self, content: _Content, name: str, path: str, scale: float = 1.0) -> LoRARequest:
+        return LoRARequest(
+            content.lora_int_id, name, path, content.digest, scale, content.changes_images
         )
 
     def _announce(self, *names: str) -> None:

@@ -99,8 +99,7 @@ class ExtraKeys:
         keys = []
         lora = self.lora_request
         if first == 0 and lora is not None:
-            scale = b"" if lora.scale == 1.0 else struct.pack("<d", lora.scale)
-            keys.append(ExtraKey("lora", lora.digest + scale))
+            keys.append(ExtraKey("lora", adapter_key(lora)))
         if first == 0 and self.cache_salt is not None:
             keys.append(ExtraKey("cache_salt", self.cache_salt.encode()))
         if rows := self.prompt_embeds[first * self._row_bytes : end * self._row_bytes]:
@@ -113,6 +112,11 @@ class ExtraKeys:
             place = struct.pack("<i", feature.offset - first)
             keys.append(ExtraKey("image", feature.mm_hash + place))
         return keys
+
+
+def adapter_key(lora: LoRARequest) -> bytes:
+    """Return the content of an adapter, and its scale unless that is 1."""
+    return lora.digest + (b"" if lora.scale == 1.0 else struct.pack("<d", lora.scale))
 
 
 def _encode_keys(keys: Iterable[ExtraKey]) -> bytes:

@@ -16,7 +16,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_events import KVEventPublisher
 from engine_core.live_view import EngineViewPublisher
 from engine_core.profiler import PROFILER_OFF, EngineProfiler
-from engine_core.request import Request, choices_of
+from engine_core.request import Request, choices_of, with_adapter
 from engine_core.scheduler.features.crash_isolation import is_repeated_crash, repeated_crash_error
 from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, completion, stop_token
 from engine_core.scheduler.scheduler import Scheduler
@@ -24,7 +24,6 @@ from engine_core.structured_output.compiler import UNAVAILABLE
 from engine_core.structured_output.manager import StructuredOutputManager, grammar_source_of
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits, validate_input, validate_request
-from proto.codec import changed
 from proto.errors import (
     ErrorInfo,
     ErrorKind,
@@ -194,7 +193,7 @@ class InputProcessor:
         if self._adapters is None:
             raise InvalidRequestError(NO_ADAPTERS, "model")
         lora = self._adapters.find(message.lora_request, accepted=message.accepted)
-        return changed(message, lora_request=lora)
+        return with_adapter(message, lora)
 
     def _admit_grammar(self, message: EngineCoreRequest) -> bool:
         """Return whether a request is accepted now, not after its grammar is compiled."""

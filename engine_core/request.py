@@ -5,8 +5,10 @@ Queues, blocks and text are unknown here. `Request` documents every attribute.
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 
-from engine_core.block_hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
+from engine_core.block_hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys, adapter_key
+from proto.codec import changed
 from proto.messages.engine_io import (
     NO_AGENT,
     AgentHint,
@@ -15,6 +17,7 @@ from proto.messages.engine_io import (
     EventType,
     FinishReason,
 )
+from proto.messages.lora import LoRARequest
 from proto.messages.pooling import PoolingParams
 from proto.messages.sampling_params import SamplingParams
 
@@ -332,6 +335,19 @@ class Request:
             f"{self.status.name}, tokens={self.num_prompt_tokens}+{self.num_output_tokens}, "
             f"computed={self.num_computed_tokens})"
         )
+
+
+def with_adapter(message: EngineCoreRequest, lora: LoRARequest) -> EngineCoreRequest:
+    """Return a request with an adapter.
+
+    One that changes the encoding of images has encoder outputs and KV of them to itself, by hashes
+    that know its content and its scale.
+    """
+    images = message.mm_features
+    if lora.changes_images:
+        key = adapter_key(lora)
+        images = [changed(image, mm_hash=sha256(image.mm_hash + key).digest()) for image in images]
+    return changed(message, lora_request=lora, mm_features=images)
 
 
 def choices_of(

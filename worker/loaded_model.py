@@ -44,7 +44,7 @@ from worker.loader.formats import (
 )
 from worker.loader.source import block_columns
 from worker.loader.transformers_weights import load_transformers
-from worker.loader.vision import load_vision
+from worker.loader.vision import adapted_vision_weights, load_vision
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 from worker.models.registry import model_spec, read_config
@@ -52,6 +52,7 @@ from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
 from worker.models.vision.encoder import VisionEncoder
+from worker.models.vision.spec import VisionSpec
 from worker.parallel.group import RankGroup
 from worker.plan.draft_settings import (
     draft_cache,
@@ -264,7 +265,7 @@ def load(
         report(Notice(notice))
     vision = None
     if pooler is None and prepared.vision is not None:
-        vision = load_vision(prepared, dtype, device)
+        vision = load_vision(prepared, dtype, device, targets)
         if group.rank == 0:
             logger.info("vision part: %s", memory_size(plan.vision_bytes))
     layout, geometry = layer_cache(model.spec, kv_dtype, max_logged_tokens(config))
@@ -293,7 +294,9 @@ def load(
         vision=vision,
         adapters=None
         if targets is None
-        else adapter_store(config.lora, prepared, whole, targets, dtype, device, group),
+        else adapter_store(
+            config.lora, prepared, whole, targets, dtype, device, group, vision and vision.spec
+        ),
     )
 
 
@@ -305,14 +308,19 @@ def adapter_store(
     dtype: torch.dtype,
     device: Device,
     group: RankGroup,
+    vision: VisionSpec | None = None,
 ) -> AdapterStore:
-    """Return an empty store of adapters. spec: of the whole model. targets: a rank's products."""
+    """Return an empty store of adapters.
+
+    spec: of the whole model. targets: a rank's products. vision: of the part that encodes images.
+    """
+    weights = spec.weights() | ({} if vision is None else adapted_vision_weights(vision))
     shards = shard_model(spec, group.size, block_columns(spec, read_index(prepared)))
     own = shards[group.rank].weights
-    products = adapted_weights(targets, spec.weights(), own, config.lora_target_modules)
+    products = adapted_weights(targets, weights, own, config.lora_target_modules)
     targets.step.reserve(products, config.max_loras, config.max_lora_rank, dtype)
     limits = AdapterLimits(max_rank=config.max_lora_rank, modules=config.lora_target_modules)
-    loader = AdapterLoader(prepared, spec, targets, own, group.rank, device, dtype, limits)
+    loader = AdapterLoader(prepared, spec, targets, own, group.rank, device, dtype, limits, vision)
     return AdapterStore(loader, targets.step, group.rank)
 
 

@@ -118,7 +118,9 @@ class RunnerBuilder:
             pooling_head=loaded.pooling_head,
             adapters=loaded.adapters,
             encoder_cache=(
-                None if loaded.vision is None else EncoderCache(loaded.vision, self._pixels_folder)
+                None
+                if loaded.vision is None
+                else EncoderCache(loaded.vision, self._pixels_folder, loaded.adapters)
             ),
             fault_injector=None if self._fault_injector.idle else self._fault_injector,
             is_batch_invariant=loaded.is_batch_invariant,

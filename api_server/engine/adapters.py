@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from api_server.engine.engine_client import EngineClient
 from api_server.protocol.common import LoRAScale
+from proto.codec import changed
 from proto.errors import (
     InternalRequestError,
     InvalidRequestError,
@@ -112,7 +113,7 @@ class ServedAdapters:
             return None
         lora = card.lora
         if scale != 1.0:
-            lora = LoRARequest(lora.lora_int_id, lora.lora_name, lora.path, lora.digest, scale)
+            lora = changed(lora, scale=scale)
         return ChosenAdapter(lora, is_named)
 
     async def prepare(self, model: object, key_name: str) -> None:

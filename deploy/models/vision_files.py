@@ -9,7 +9,6 @@ the same for all versions of transformers that wrote the file:
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,15 +18,10 @@ import msgspec
 from proto.errors import shown
 from proto.messages.prepared_model import TensorEntry, VisionFacts
 from worker.models.vision import VISION_FAMILIES, vision_spec
-from worker.models.vision.spec import PROJECTOR, SETTINGS_KEY, TOWER, TOWER_KEY
+from worker.models.vision.spec import SETTINGS_KEY, TOWER_KEY, VisionFamily
 
 IMAGES_FILE: Final = "preprocessor_config.json"
 PROCESSOR_FILE: Final = "processor_config.json"
-_PARTS: Final = (
-    (re.compile(r"(?:model\.)?(?:vision_tower|vision_model)\.(?:vision_model\.)?"), TOWER),
-    (re.compile(r"(?:model\.)?visual\."), TOWER),
-    (re.compile(r"(?:model\.)?(?:multi_modal_projector|connector)\."), PROJECTOR),
-)
 _IMAGE_TOKENS: Final = ("image_token_id", "image_token_index")
 
 
@@ -69,7 +63,7 @@ def read_vision(
         return None
     inner = processor.get("image_processor")
     images = inner if isinstance(inner, Mapping) else images
-    tensors = tuple(_renamed(entries, family.tensor_names))
+    tensors = tuple(_renamed(entries, family))
     if not tensors or not images:
         return None
     settings = {key: outer[key] for key in family.settings if outer.get(key) is not None}
@@ -125,21 +119,8 @@ def vision_contents(
     return VisionContents(facts, added, tensors, written)
 
 
-def _renamed(
-    entries: Iterable[TensorEntry], tensor_names: Mapping[str, str]
-) -> Iterable[TensorEntry]:
-    """Yield the tensors of the vision part. tensor_names: as in VisionFamily."""
+def _renamed(entries: Iterable[TensorEntry], family: VisionFamily) -> Iterable[TensorEntry]:
+    """Yield the tensors of the vision part."""
     for entry in entries:
-        for pattern, prefix in _PARTS:
-            if match := pattern.match(entry.name):
-                name = entry.name[match.end() :]
-                if prefix == TOWER:
-                    name = _name_in_tower(name, tensor_names)
-                yield msgspec.structs.replace(entry, name=prefix + name)
-
-
-def _name_in_tower(name: str, tensor_names: Mapping[str, str]) -> str:
-    for old, new in tensor_names.items():
-        if match := re.match(old, name):
-            return match.expand(new) + name[match.end() :]
-    return name
+        if (name := family.prepared_name(entry.name)) is not None:
+            yield msgspec.structs.replace(entry, name=name)

@@ -15,7 +15,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import make_kv_watermarks
 from engine_core.scheduler.compute_meter import ComputeMeter
-from engine_core.scheduler.features.adapters import AdapterGate
+from engine_core.scheduler.features.adapters import AdapterGate, AdapterResidency
 from engine_core.scheduler.features.base import NO_OBSERVER, SchedulerFeature, SchedulerObserver
 from engine_core.scheduler.features.beam_groups import BeamGroups
 from engine_core.scheduler.features.crash_isolation import (
@@ -140,10 +140,11 @@ class Scheduler:
         self.waiting, self.running = lifecycle.waiting, lifecycle.running
 
         self._chunks = ChunkRule.from_config(config)
+        residency = None if lora is None else AdapterResidency(lora.num_resident)
         self._encoder_inputs: EncoderInputs | None = None
         if encoder is not None:
             self._encoder_inputs = EncoderInputs(
-                encoder, lifecycle, policy, self._chunks, config.max_num_seqs
+                encoder, lifecycle, policy, self._chunks, config.max_num_seqs, residency
             )
 
         # Which request loses its blocks when they run out
@@ -217,8 +218,10 @@ class Scheduler:
             awaiting_mask=awaiting_mask,
         )
         self.adapters: AdapterGate | None = None
-        if lora is not None:
-            self.adapters = AdapterGate(lifecycle, lora, self._pause, self.crash_isolation)
+        if lora is not None and residency is not None:
+            self.adapters = AdapterGate(
+                lifecycle, lora, residency, self._pause, self.crash_isolation
+            )
         beams = BeamGroups(kv_cache, self._preemption, forced_tokens, unblock)
         context = FeatureContext(config, kv_cache, unblock, clock)
         outside: list[SchedulerFeature] = [

@@ -29,6 +29,7 @@ class LoRARequest(msgspec.Struct, array_like=True, frozen=True):
     lora_int_id: of its content, given by the engine, at least 1.
     path: of the folder or file. digest: SHA-256 of its content, 32 bytes: another engine finds by
     it whether the file is still what the request began with. scale: factor of its effect.
+    changes_images: as in AdapterLoaded.
     """
 
     lora_int_id: int
@@ -36,6 +37,7 @@ class LoRARequest(msgspec.Struct, array_like=True, frozen=True):
     path: str
     digest: bytes
     scale: float = 1.0
+    changes_images: bool = False
 
 
 class AdapterCard(msgspec.Struct, array_like=True, frozen=True):
@@ -136,6 +138,7 @@ class AdapterLoaded(msgspec.Struct, array_like=True, tag=76, frozen=True):
     digest: SHA-256 of the content, 32 bytes, equal on all ranks. rank: the worker's.
     lora_rank: largest r. num_bytes: of memory in this worker.
     effect: largest absolute change of the hidden states of a probe; 0.0: the adapter does nothing.
+    changes_images: whether it changes the part that encodes images.
     """
 
     epoch: int
@@ -146,6 +149,7 @@ class AdapterLoaded(msgspec.Struct, array_like=True, tag=76, frozen=True):
     num_bytes: int = 0
     effect: float = 0.0
     error: ErrorInfo | None = None
+    changes_images: bool = False
 
 
 class DropAdapter(msgspec.Struct, array_like=True, tag=77, frozen=True):

@@ -33,7 +33,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
     num_embeds: rows of its encoder output. As many tokens of the range are the image token; each
         takes a row in place of its embedding, in order.
     mm_hash: SHA-256 of the encoded image, of how it is processed, and of the tenant and the salt
-        that may find it in a cache.
+        that may find it in a cache; in an engine also of an adapter that changes its encoding.
     grid: sizes that the encoder needs besides the shape of the pixels, as its model counts them;
         with M-RoPE frames, rows and columns of patches, whose pixels lie square by square.
     """
@@ -60,6 +60,8 @@ class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
         rows; a slice follows those of earlier steps. With end = num_embeds the output is complete,
         and the tokens of this step may take it.
     feature: the image; the engine gives it with every slice.
+    lora_int_id, lora_scale: the adapter with which it is encoded, which the workers hold when the
+        image is begun, and the factor of its effect; 0 for none.
     """
 
     seq_id: int
@@ -67,6 +69,8 @@ class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
     start: float
     end: float
     feature: MultiModalFeature | None = None
+    lora_int_id: int = 0
+    lora_scale: float = 1.0
 
     @property
     def is_last(self) -> bool:

@@ -36,6 +36,7 @@ class FakeWorkers:
         self.asked: list[tuple[int, str, bytes]] = []
         self.held: dict[int, bytes] = {}
         self.effect = 0.5
+        self.changes_images = False
         self._answers: list[list[AdapterLoaded]] = []
 
     def load_adapter(self, lora_int_id: int, path: str, digest: bytes) -> None:
@@ -69,6 +70,7 @@ class FakeWorkers:
                     "lora_rank": 8,
                     "num_bytes": 1000,
                     "effect": self.effect,
+                    "changes_images": self.changes_images,
                     "error": error,
                     **changes,
                 }
@@ -474,6 +476,19 @@ def test_another_engine_has_the_names_and_finds_the_contents(scene: Scene) -> No
     assert sorted(successor.workers.held.values()) == [b"a"]
     successor.call("load", "a", "/a", resent=True)
     assert successor.links.pop_reply()[0] == 200, "the engine that died had carried it out"
+
+
+def test_an_adapter_that_changes_images_is_known_as_one_by_all_engines(scene: Scene) -> None:
+    """Also by an engine that learns of it with a request that another one has accepted."""
+    scene.load("a")
+    scene.workers.changes_images = True
+    scene.load("b", b"b")
+    assert [scene.lora(name).changes_images for name in "ab"] == [False, True]
+    successors = [Scene(adapters=tuple(scene.links.cards.values())), Scene()]
+    for engine, accepted in ((scene, False), (successors[0], False), (successors[1], True)):
+        lora = changed(scene.lora("b"), scale=0.5)
+        found = engine.registry.find(lora, accepted=accepted)
+        assert (found.changes_images, found.scale, found.digest) == (True, 0.5, digest_of(b"b"))
 
 
 def test_an_engine_takes_over_what_another_one_changes_meanwhile(scene: Scene) -> None:

@@ -24,11 +24,13 @@ from worker.loader.files import read_index
 from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.source import block_columns
 from worker.loader.transformers_weights import load_transformers
+from worker.loader.vision import adapted_vision_weights, load_vision
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 from worker.models.registry import model_spec
 from worker.models.sharding import shard_model
 from worker.models.transformers_model import TransformersSpec
+from worker.models.vision.encoder import VisionEncoder
 from worker.parallel.group import RankGroup
 from worker.step.adapter_store import AdapterStore
 
@@ -72,7 +74,10 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 class Served:
-    """A model of one rank that is served with adapters."""
+    """A model of one rank that is served with adapters.
+
+    vision: what encodes images; None for a model that reads none.
+    """
 
     def __init__(
         self,
@@ -100,13 +105,19 @@ class Served:
             self.decoder = load_model(
                 prepared, spec, dtype, device, _show, weight_format, group, self.targets
             )
+        self.vision: VisionEncoder | None = None
+        weights, vision = spec.weights(), None
+        if prepared.vision is not None:
+            self.vision = load_vision(prepared, dtype, device, self.targets)
+            vision = self.vision.spec
+            weights |= adapted_vision_weights(vision)
         shards = shard_model(spec, group.size, block_columns(spec, read_index(prepared)))
         allowed = AdapterLimits(**{"max_rank": 64} | limits)
         own = shards[group.rank].weights
-        products = adapted_weights(self.targets, spec.weights(), own, allowed.modules)
+        products = adapted_weights(self.targets, weights, own, allowed.modules)
         self.targets.step.reserve(products, max_loras, allowed.max_rank, dtype)
         self.loader = AdapterLoader(
-            prepared, spec, self.targets, own, group.rank, device, dtype, allowed
+            prepared, spec, self.targets, own, group.rank, device, dtype, allowed, vision
         )
         self.store = AdapterStore(self.loader, self.targets.step, group.rank)
 

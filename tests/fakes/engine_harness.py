@@ -13,7 +13,7 @@ from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector
-from engine_core.request import Request, choices_of
+from engine_core.request import Request, choices_of, with_adapter
 from engine_core.scheduler.compute_meter import ComputeMeter
 from engine_core.scheduler.features.base import (
     NO_OBSERVER,
@@ -163,6 +163,8 @@ class EngineHarness:
             n=n,
             **{"seed": 0, "arrival_time": 0.0, **given},  # type: ignore[arg-type]
         )
+        if message.lora_request is not None:
+            message = with_adapter(message, message.lora_request)
         requests = choices_of(message, self.scheduler.next_seq_id, front_end, self.kv_cache.hasher)
         for request in requests:
             if message.resumable:

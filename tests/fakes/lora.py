@@ -40,6 +40,8 @@ class AdapterWorkers:
         named = [*output.cached_requests.seq_ids, *(new.seq_id for new in output.new_requests)]
         adapters = {self.adapter_of[seq_id] for seq_id in named} - {0}
         assert len(adapters) <= self.gate.max_loras  # type: ignore[attr-defined]
+        begun = {part.lora_int_id for part in output.scheduled_encoder_inputs if not part.start}
+        adapters |= begun - {0}
         assert adapters <= self.held, f"a step names {adapters}, the workers hold {self.held}"
         self.carry_out()
 

@@ -26,7 +26,7 @@ from proto.messages.multimodal import (
 from proto.messages.prepared_model import PreparedModel
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.runtime.faults import FaultInjector
-from proto.settings.config import DeviceConfig, ModelConfig, ServeConfig
+from proto.settings.config import DeviceConfig, LoRAConfig, ModelConfig, ServeConfig
 from tests.fakes.devices import CPU, REFERENCE
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.events import num_cached_tokens
@@ -62,12 +62,14 @@ SIZES = ((60, 40), (30, 70))
 class Case:
     """A tiny vision model, and a prompt with two images between text.
 
-    changes: as of `save_vision_model`. model_settings: further ones of ModelConfig.
+    changes: as of `save_vision_model`. model_settings: further ones of ModelConfig. lora: adapters
+    that are served.
     """
 
     def __init__(self, name: str, folder: Path, **changes: Any) -> None:
         self.name = name
         self.model_settings: dict[str, Any] = {}
+        self.lora = LoRAConfig()
         self.folder = folder / "pixels"
         self.folder.mkdir()
         self.model = save_vision_model(name, folder / "model", **changes)
@@ -138,6 +140,7 @@ class Case:
         return ServeConfig(
             model=ModelConfig(model="tiny", dtype=dtype, **self.model_settings),
             device=DeviceConfig(device="cpu"),
+            lora=self.lora,
         )
 
     def load(self, device: HostDevice = CPU, group: RankGroup = ALONE) -> LoadedModel:

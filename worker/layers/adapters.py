@@ -14,7 +14,7 @@ the factor minus 1.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -121,7 +121,8 @@ class Adapter:
 
     products: by the number of the product. digest: SHA-256 of its content. rank: the largest of
     its parts. effect: the largest change of a product's output, for a probe of normally distributed
-    numbers; 0 if it changes nothing.
+    numbers; 0 if it changes nothing. changes_images: whether it changes the part that encodes
+    images.
     """
 
     products: Mapping[int, LowRankUpdate]
@@ -130,6 +131,7 @@ class Adapter:
     digest: bytes = b""
     rank: int = 0
     effect: float = 0.0
+    changes_images: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -164,6 +166,33 @@ class AdapterRows:
         return AdapterRows(self.adapter, places[is_there], self.scales[is_there])
 
 
+class ImageAdapter:
+    """The adapter with which an image is encoded: every row of a product has it.
+
+    step: what the products ask. scale: factor of its effect.
+    """
+
+    def __init__(self, step: "StepAdapters", adapter: Adapter, scale: float) -> None:
+        self._step, self._adapter, self._scale = step, adapter, scale
+        self._rows: dict[int, tuple[AdapterRows, ...]] = {}
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Let the products of the encoder add it until the end of the block."""
+        self._step.image = self
+        try:
+            yield
+        finally:
+            self._step.image = None
+
+    def rows(self, count: int) -> tuple[AdapterRows, ...]:
+        """Return it for a product of `count` rows."""
+        if count not in self._rows:
+            rows, scales = torch.arange(count), torch.full((count,), self._scale)
+            self._rows[count] = (AdapterRows(self._adapter, rows, scales),)
+        return self._rows[count]
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
     """A weight of a product that adapters may change.
@@ -187,14 +216,17 @@ class StepAdapters:
     """The adapters of the rows that are being computed; all products of a model ask it.
 
     groups: the rows of each adapter; empty between steps, and in a step without adapters.
-    num_products: of the model. A device with a kernel overrides `add`.
+    num_products: of the model. image: while an image is encoded, its adapter, if it has one. A
+    device with a kernel overrides `add`.
     """
 
     changes_layers_only = False
-    """Whether adapters can change neither embedding and head, nor experts, nor single heads."""
+    """Whether adapters can change neither embedding and head, nor experts, nor single heads, nor
+    the part that encodes images."""
 
     def __init__(self) -> None:
         self.groups: tuple[AdapterRows, ...] = ()
+        self.image: ImageAdapter | None = None
         self.num_products = 0
 
     @contextmanager
@@ -368,6 +400,22 @@ class AdaptedLinear(Linear):
         if not self.adapters.groups:
             return self.base.add_to(residual, x)
         return self.adapters.add_to(self, residual, x)
+
+
+class EncoderLinear(AdaptedLinear):
+    """A product of an encoder of images, all of whose rows have the adapter of the image."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        with self._adapting(len(x)):
+            return super().__call__(x)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with self._adapting(len(x)):
+            return super().add_to(residual, x)
+
+    def _adapting(self, num_rows: int) -> AbstractContextManager[None]:
+        image = self.adapters.image
+        return self.adapters.running(() if image is None else image.rows(num_rows))
 
 
 def plain(linear: Linear) -> Linear:

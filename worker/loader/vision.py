@@ -10,11 +10,12 @@ import torch
 
 from proto.errors import ModelError
 from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from worker.layers.adapters import AdapterTargets, EncoderLinear
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm, NormWeight
 from worker.loader.files import TensorFiles, entries_by_name, read_vision_index
 from worker.models.layer_device import LayerDevice
-from worker.models.parts import HeadRows
+from worker.models.parts import HeadRows, WeightSpec
 from worker.models.registry import read_config
 from worker.models.vision import vision_spec
 from worker.models.vision.encoder import VisionEncoder, VisionWeights, tower_attention, unit_rows
@@ -27,6 +28,8 @@ from worker.models.vision.tiles import TileEncoder
 IMAGES_FILE: Final = "preprocessor_config.json"
 _FRAME: Final = 2
 """Dimension of frames in the product of a patch."""
+_TABLES: Final = ("position_embedding.weight", "pos_embed.weight")
+"""How the names of tables of positions end, which no product reads."""
 
 
 def read_vision_spec(prepared: PreparedModel) -> VisionSpec:
@@ -77,14 +80,35 @@ def vision_bytes(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevic
     )
 
 
-def load_vision(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevice) -> VisionEncoder:
+def adapted_vision_weights(spec: VisionSpec) -> dict[str, WeightSpec]:
+    """Return the weights of a vision part that adapters may change: those of its products.
+
+    Not of a patch, which has more dimensions. A rank has all of them.
+    """
+    return {
+        name: WeightSpec(name=name, shape=shape, hugging_face=name, gguf=name)
+        for name, shape in spec.weights().items()
+        if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_TABLES)
+    }
+
+
+def load_vision(
+    prepared: PreparedModel,
+    dtype: torch.dtype,
+    device: LayerDevice,
+    adapters: AdapterTargets | None = None,
+) -> VisionEncoder:
     """Load the vision part of a prepared model, whole on each rank.
 
-    dtype: of weights and activations. Raises ModelError for a setting that is not supported, and
+    dtype: of weights and activations. adapters: gets its products, unless those of a device change
+    nothing but layers of the language model; None for a model without adapters.
+    Raises ModelError for a setting that is not supported, and
     for a tensor that is missing, unknown, of another shape or of a type that cannot be read.
     """
     spec = read_vision_spec(prepared)
-    weights = _FileWeights(prepared, spec, dtype, device)
+    if adapters is not None and adapters.step.changes_layers_only:
+        adapters = None
+    weights = _FileWeights(prepared, spec, dtype, device, adapters)
     encoder: VisionEncoder
     if isinstance(spec, GridSpec):
         encoder = GridEncoder(spec, weights)
@@ -131,8 +155,14 @@ class _FileWeights(VisionWeights):
     """Reads the tensors of a vision part and builds layers of them."""
 
     def __init__(
-        self, prepared: PreparedModel, spec: VisionSpec, dtype: torch.dtype, device: LayerDevice
+        self,
+        prepared: PreparedModel,
+        spec: VisionSpec,
+        dtype: torch.dtype,
+        device: LayerDevice,
+        adapters: AdapterTargets | None,
     ) -> None:
+        self._adapters, self._adapted = adapters, adapted_vision_weights(spec)
         index = read_vision_index(prepared)
         self._files, self._parts = TensorFiles(index), _parts_by_name(index)
         self._format = index.format
@@ -168,7 +198,12 @@ class _FileWeights(VisionWeights):
         weights = [self._rows(f"{name}.weight") for name in names]
         biases = [self.tensor(each) for name in names if (each := f"{name}.bias") in self._shapes]
         weight = torch.cat([each.flatten(1) for each in weights])
-        return self.device.linear(weight, torch.cat(biases) if biases else None)
+        linear = self.device.linear(weight, torch.cat(biases) if biases else None)
+        product = tuple(f"{name}.weight" for name in names)
+        if self._adapters is None or product[0] not in self._adapted:
+            return linear
+        self._adapters.add_products([product])
+        return EncoderLinear(linear, self._adapters.step, self._adapters.number(product))
 
     def _rows(self, name: str) -> torch.Tensor:
         """Read the matrix of a product; of queries and keys in the order of rotating heads."""

@@ -13,6 +13,7 @@ read. Start at plan_memory. worker/plan/memory_refusal.py says which flags would
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final, Self
 
 import torch
@@ -35,7 +36,7 @@ from worker.batch.input_batch import InputBatch
 from worker.device import Device, ModelSetup
 from worker.loader.adapters.build import is_adapted
 from worker.loader.formats import WeightFormat
-from worker.loader.vision import vision_bytes
+from worker.loader.vision import adapted_vision_weights, read_vision_spec, vision_bytes
 from worker.loader.weights import create_builder
 from worker.models.parts import WeightSpec
 from worker.models.registry import model_spec
@@ -424,11 +425,14 @@ def _adapters_memory(
     They have an embedding and a head of their own if --lora-target-modules names these.
 
     products: without a mixture's experts, the weights of each with the [out, in] that the worker
-    has.
+    has. Those of the part that encodes images are added.
     """
     lora, step, size = setup.config.lora, setup.device.step_adapters(), 0
     modules = lora.lora_target_modules
-    for product in products:
+    images: Iterable[WeightSpec] = ()
+    if _encodes_images(setup) and not step.changes_layers_only:
+        images = adapted_vision_weights(read_vision_spec(setup.prepared)).values()
+    for product in chain(products, ([(each, each.shape)] for each in images)):
         changed = [(shape[0], shape[1]) for weight, shape in product if is_adapted(weight, modules)]
         if changed:
             num_outputs = sum(shape[0] for _, shape in product)
@@ -485,16 +489,21 @@ def step_tokens(
     return config.scheduler.max_num_batched_tokens or max(ENCODER_STEP_TOKENS, longest)
 
 
+def _encodes_images(setup: ModelSetup) -> bool:
+    config, prepared = setup.config, setup.prepared
+    return prepared.vision is not None and pooler_of(config.model, prepared) is None
+
+
 def _vision_memory(setup: ModelSetup) -> tuple[int, Counter[str]]:
     """Return the bytes of the weights that encode images, and of that work, on a setup's ranks.
 
     Every rank encodes all images, with all weights.
     """
-    config, vision, num_ranks = setup.config, setup.prepared.vision, len(setup.ranks)
-    if vision is None or pooler_of(config.model, setup.prepared) is not None:
+    vision, num_ranks = setup.prepared.vision, len(setup.ranks)
+    if vision is None or not _encodes_images(setup):
         return 0, Counter()
     of_image = vision_bytes(setup.prepared, setup.dtype, setup.device)
-    cached = config.scheduler.encoder_cache_rows(vision.max_embeds)
+    cached = setup.config.scheduler.encoder_cache_rows(vision.max_embeds)
     work = {
         "encoding an image": of_image.pixels + of_image.activations + of_image.output,
         "encoder outputs": cached * of_image.row_numbers * _FLOAT32,

@@ -29,7 +29,7 @@ from proto.runtime.host_resources import ALLOWED_CPUS
 from proto.runtime.process import describe
 from proto.runtime.sockets import EventFd
 from worker.batch.step_inputs import TokenAdapters
-from worker.layers.adapters import Adapter, AdapterRows, StepAdapters
+from worker.layers.adapters import Adapter, AdapterRows, ImageAdapter, StepAdapters
 from worker.loader.adapters.build import AdapterLoader
 from worker.loader.adapters.files import READS, Slices
 
@@ -136,6 +136,17 @@ class AdapterStore:
         """Let products and logits of some rows add their adapters."""
         return self._step.running(self._rows_of(adapters))
 
+    def of_image(self, lora_int_id: int, scale: float) -> ImageAdapter | None:
+        """Return the adapter with which an image is encoded; None for the id 0.
+
+        The image keeps it, also if it is dropped before the image is encoded.
+        """
+        if not lora_int_id:
+            return None
+        found = self._adapters.get(lora_int_id)
+        assert found is not None, f"an image has adapter {lora_int_id}, which is not here"
+        return ImageAdapter(self._step, found, scale)
+
     def _rows_of(self, adapters: TokenAdapters) -> tuple[AdapterRows, ...]:
         """Return the rows of each adapter; those of the last call are kept."""
         key = adapters.ids.tobytes() + adapters.scales.tobytes()
@@ -195,6 +206,7 @@ class AdapterStore:
                     lora_rank=adapter.rank,
                     num_bytes=adapter.num_bytes,
                     effect=adapter.effect,
+                    changes_images=adapter.changes_images,
                 )
             if self._wanted.get(message.lora_int_id) is not message:
                 continue  # the store may be closed

@@ -13,6 +13,7 @@ import os
 import stat
 import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +23,9 @@ from numpy.typing import NDArray
 
 from proto.messages.multimodal import EncoderSlice, MultiModalFeature, SharedPixels
 from proto.messages.scheduler_output import SchedulerOutput
+from worker.layers.adapters import ImageAdapter
 from worker.models.vision.encoder import Encoding, VisionEncoder
+from worker.step.adapter_store import AdapterStore
 
 logger = logging.getLogger("tokend.worker")
 
@@ -44,13 +47,17 @@ NOTHING_ENCODED: Final = EncodedSlices(0.0, [])
 class EncoderCache:
     """The encoder outputs of one engine's images, and those that are being computed.
 
-    pixels_folder: of the daemon (`proto/runtime/run_directory.py`).
+    pixels_folder: of the daemon (`proto/runtime/run_directory.py`). adapters: with which images
+    may be encoded; None without --enable-lora.
     """
 
-    def __init__(self, encoder: VisionEncoder, pixels_folder: str) -> None:
+    def __init__(
+        self, encoder: VisionEncoder, pixels_folder: str, adapters: AdapterStore | None = None
+    ) -> None:
         self._encoder = encoder
         self._folder = pixels_folder
-        self._running: dict[bytes, Encoding] = {}
+        self._adapters = adapters
+        self._running: dict[bytes, tuple[Encoding, ImageAdapter | None]] = {}
         self._outputs: dict[bytes, NDArray[np.float32]] = {}
 
     def run_step(self, step: SchedulerOutput) -> EncodedSlices:
@@ -84,19 +91,24 @@ class EncoderCache:
 
     def _stop(self, mm_hash: bytes) -> None:
         """End the encoding of an image, if there is one."""
-        if (encoding := self._running.pop(mm_hash, None)) is not None:
-            encoding.close()
+        if (running := self._running.pop(mm_hash, None)) is not None:
+            running[0].close()
 
     def _encode(self, part: EncoderSlice, feature: MultiModalFeature) -> None:
         mm_hash = feature.mm_hash
         if part.start == 0:
             self._stop(mm_hash)
-            pixels = PixelFile(self._folder, feature.pixels)
-            self._running[mm_hash] = self._encoder.begin(pixels, feature.grid)
-        encoding = self._running.get(mm_hash)
-        if encoding is None:
+            pixels, store = PixelFile(self._folder, feature.pixels), self._adapters
+            self._running[mm_hash] = (
+                self._encoder.begin(pixels, feature.grid),
+                store and store.of_image(part.lora_int_id, part.lora_scale),
+            )
+        running = self._running.get(mm_hash)
+        if running is None:
             return  # an earlier slice failed
-        encoding.advance(part.end / feature.num_embeds)
+        encoding, adapter = running
+        with nullcontext() if adapter is None else adapter.encoding():
+            encoding.advance(part.end / feature.num_embeds)
         if not part.is_last:
             return
         output = encoding.output

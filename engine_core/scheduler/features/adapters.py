@@ -20,7 +20,6 @@ So that it does not wait for ever while requests of the running adapters keep ar
 back until one of the running adapters has no request any more.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar, Final, TypeVar
 
 from engine_core.request import Request, RequestStatus
@@ -52,18 +51,16 @@ class AdapterResidency:
     comes first (`load_first`), or if none of these can run (`make_progress`).
 
     capacity: adapters that the workers may hold. running: number of running requests by adapter.
-    waiting: number of requests that wait for their adapter, by adapter. Both are only read.
+    waiting: number of requests that wait for their adapter, by adapter. AdapterGate counts both.
     unnamed: adapters that no request can name any more; they go with their last request.
     retired: ids of adapters that were dropped while they were loaded: their contents need others.
     resident: the least recently used one first.
     """
 
-    def __init__(
-        self, capacity: int, running: Mapping[int, int], waiting: Mapping[int, int]
-    ) -> None:
+    def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._running = running
-        self._waiting = waiting
+        self.running: dict[int, int] = {}
+        self.waiting: dict[int, int] = {}
         self.unnamed: set[int] = set()
         self.retired: set[int] = set()
         self.resident: dict[int, None] = {}
@@ -109,7 +106,7 @@ class AdapterResidency:
         if lora_int_id not in self._pending:
             return
         if not self._make_room():
-            others = [other for other in self.resident if other not in self._running]
+            others = [other for other in self.resident if other not in self.running]
             if not others:
                 return
             self._evict(others[0])
@@ -171,7 +168,7 @@ class AdapterResidency:
         if len(self.resident) + len(self.loading) < self._capacity:
             return True
         for lora_int_id in self.resident:
-            if lora_int_id not in self._running and lora_int_id not in self._waiting:
+            if lora_int_id not in self.running and lora_int_id not in self.waiting:
                 self._evict(lora_int_id)
                 return True
         return False
@@ -180,7 +177,7 @@ class AdapterResidency:
         del self.resident[lora_int_id]
         self._num_evicted += 1
         self._commands.append((lora_int_id, False))
-        if lora_int_id in self._waiting:
+        if lora_int_id in self.waiting:
             self._pending[lora_int_id] = None
 
 
@@ -197,6 +194,7 @@ class AdapterGate(SchedulerFeature):
         self,
         lifecycle: RequestLifecycle,
         config: LoRAConfig,
+        residency: AdapterResidency,
         pause: Pause,
         crash_isolation: CrashIsolation,
     ) -> None:
@@ -208,9 +206,8 @@ class AdapterGate(SchedulerFeature):
         self._crash_isolation = crash_isolation
         self.num_unfinished: dict[int, int] = {}
         self._names: dict[int, dict[str, int]] = {}  # the same, by the name of the request, too
-        self._running: dict[int, int] = {}
-        self._num_waiting: dict[int, int] = {}
-        self.residency = AdapterResidency(config.num_resident, self._running, self._num_waiting)
+        self.residency = residency
+        self._running, self._num_waiting = residency.running, residency.waiting
         self._step = 0
         self._first = NO_ADAPTER
         # By seq_id, the longest wait first: requests that wait for their adapter, and since which

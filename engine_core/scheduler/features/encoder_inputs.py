@@ -23,7 +23,7 @@ request waits for rows that only a later one frees.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import SchedulerFeature
@@ -41,6 +41,9 @@ from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.multimodal import EncoderLimits, EncoderSlice
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.messages.stats import EncoderStats
+
+if TYPE_CHECKING:
+    from engine_core.scheduler.features.adapters import AdapterResidency
 
 MAX_PASSES: Final = 4
 """Images of running requests that are begun while a parked request waits to begin one."""
@@ -98,6 +101,8 @@ class EncoderInputs(SchedulerFeature):
     leaves_room: each running prompt leaves a token for every request after it. While one waits for
     the encoder others are admitted, and all together may need more than a step has when it goes on.
 
+    adapters: those that workers hold; None if none are served.
+
         begin_step ─▶ cut_chunk, of each request with images ─▶ end_planning ─▶ … ─▶ end_step
     """
 
@@ -110,8 +115,10 @@ class EncoderInputs(SchedulerFeature):
         policy: FairSchedulingPolicy,
         chunks: ChunkRule,
         max_num_seqs: int,
+        adapters: "AdapterResidency | None",
     ) -> None:
         self.limits = limits
+        self._adapters = adapters
         self.cache = EncoderCacheManager(limits.cache_size)
         self.stalled: set[int] = set()
         self.leaves_room = False
@@ -426,7 +433,7 @@ class EncoderInputs(SchedulerFeature):
         """Begin to encode an image for a request; None for no budget or room in this step."""
         feature = request.mm_features[index]
         least = 1.0 / PARTS if self.limits.splits else float(feature.num_embeds)
-        if self.cache.partial is not None or self._budget < least:
+        if self.cache.partial is not None or self._budget < least or self._lacks_adapter(request):
             return None
         output = self.cache.begin_output(feature, request, index, is_urgent=is_urgent)
         if output is not None:
@@ -439,13 +446,26 @@ class EncoderInputs(SchedulerFeature):
                     wait.num_passes += 1
         return output
 
+    def _lacks_adapter(self, request: Request) -> bool:
+        """Return whether an image cannot be begun, because the workers do not hold its adapter."""
+        lora = request.lora_request
+        if lora is None or not lora.changes_images:
+            return False
+        assert self._adapters is not None, "a request has an adapter, but none are served"
+        return lora.lora_int_id not in self._adapters.resident
+
     def _advance(self, output: EncoderOutput) -> None:
         """Plan as much of an image as the step has budget for."""
         start, feature = output.num_done, output.feature
         end = min(float(feature.num_embeds), start + int(self._budget * PARTS) / PARTS)
         self._budget -= end - start
-        piece = EncoderSlice(output.seq_id, output.index, start, end, feature)
         request = output.users.get(output.seq_id) or next(iter(output.users.values()))
+        lora, lora_int_id, lora_scale = request.lora_request, 0, 1.0
+        if lora is not None and lora.changes_images:
+            lora_int_id, lora_scale = lora.lora_int_id, lora.scale
+        piece = EncoderSlice(
+            output.seq_id, output.index, start, end, feature, lora_int_id, lora_scale
+        )
         self._slices.append(_PlannedSlice(piece, request))
         self.cache.advance(output, end)
 
@@ -493,8 +513,9 @@ class EncoderInputs(SchedulerFeature):
     def _serve_parked(self, *, is_urgent: bool) -> None:
         """Begin to encode images of parked requests, in the order of admission, within the budget.
 
-        Unblocks those that have what they need, also if another request had it encoded. is_urgent:
-        as in `EncoderCacheManager.begin_output`.
+        Unblocks those that have what they need, also if another request had it encoded, and those
+        whose adapter was evicted, so that they ask for it again. is_urgent: as in
+        `EncoderCacheManager.begin_output`.
         """
         for seq_id, wait in list(self._parked.items()):
             if wait.request.status is not self.status:
@@ -505,7 +526,8 @@ class EncoderInputs(SchedulerFeature):
             end = self._end_by_outputs(
                 request, first, wait.end, may_begin=may_begin, is_urgent=is_urgent
             )
-            if end < wait.end if wait.is_whole else end == first:
+            is_held = end < wait.end if wait.is_whole else end == first
+            if is_held and not self._lacks_adapter(request):
                 may_begin = False
             else:
                 del self._parked[request.seq_id]

@@ -107,7 +107,9 @@ class CheckedEngine(EngineHarness):
         self.check_blocks()
         if self.encoder_inputs is not None:
             assert self.encoder_inputs.cache.check() == []
-            self.num_of["slices"] += len(output.scheduled_encoder_inputs)
+            slices = output.scheduled_encoder_inputs
+            self.num_of["slices"] += len(slices)
+            self.num_of["adapted slices"] += sum(part.lora_int_id > 0 for part in slices)
             self.num_of["encoder evictions"] += len(output.free_encoder_mm_hashes)
         return output
 

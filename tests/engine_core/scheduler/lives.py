@@ -271,6 +271,16 @@ KINDS = {
         expects={"slices": 200, "encoder evictions": 50, "preempted": 40, "found": 40,
                  "waits for the encoder": 50, "failed images": 5},
     ),
+    "images and adapters": Kind(
+        lambda rng: {**with_adapters(rng), **with_images(rng)},
+        (("step", 60), ("add", 14), ("finish_adapter", 14), ("open", 3), ("give", 9), ("close", 2),
+         ("abort", 3), ("abort_in_flight", 2), ("reset", 1), ("lose_workers", 1), ("pause", 1),
+         ("resume", 3), ("hold", 1), ("release", 3), ("forget_images", 2), ("break_image", 1)),
+        num_tenants=2,
+        num_adapters=5,
+        has_images=True,
+        expects={"adapter loads": 60, "adapted slices": 50, "waits for the encoder": 20},
+    ),
     "images and loads": Kind(
         lambda rng: {**with_images(rng), **with_loads(rng)},
         (*CALM, *LOADS, ("abort_in_flight", 1), ("reset", 1), ("lose_workers", 1)),
@@ -468,7 +478,10 @@ class Life:
         if not self.kind.num_adapters:
             return {}
         number = self.rng.randint(0, self.kind.num_adapters)
-        return {"lora_request": lora_request(number)} if number else {}
+        changes_images = number % 2 == 1
+        return (
+            {"lora_request": lora_request(number, changes_images=changes_images)} if number else {}
+        )
 
     def _draw_images(self, prompt: list[int], max_tokens: int) -> tuple[list[int], dict[str, Any]]:
         """Put images into a prompt, if the run has some and they fit.

@@ -6,8 +6,10 @@ from msgspec.structs import replace
 from engine_core.request import RequestStatus
 from proto.messages.engine_io import FinishReason
 from proto.messages.multimodal import SharedPixels
+from proto.settings.config import LoRAConfig
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.images import encoder_limits, picture, with_pictures
+from tests.fakes.lora import lora_request
 from tests.fakes.paged_runner import undisturbed
 
 PARKED = RequestStatus.WAITING_FOR_ENCODER
@@ -708,3 +710,56 @@ def test_a_request_that_waits_for_two_images_keeps_both(num_rows, async_scheduli
     assert waits.status is RUNNING
     engine.finish(other, waits)
     assert engine.runner.encoder.num_encoded == 3
+
+
+def with_adapters(num_resident=8):
+    """Settings of adapters, as many of which as `num_resident` are held; one runs at a time."""
+    return {
+        "lora": LoRAConfig(enable_lora=True, max_loras=1, max_cpu_loras=num_resident),
+        "max_num_seqs": 8,
+    }
+
+
+def test_an_image_is_encoded_apart_with_an_adapter_that_changes_it():
+    """And with a scale; another adapter finds the output that requests without one have."""
+    engine = ImageHarness(**with_adapters())
+    adapters = [
+        {},
+        {"lora_request": lora_request(1)},
+        {"lora_request": lora_request(2, changes_images=True)},
+        {"lora_request": lora_request(2, changes_images=True, scale=0.5)},
+        {"lora_request": lora_request(2, changes_images=True)},
+    ]
+    encoded, requests = [], []
+    for fields in adapters:
+        request = engine.add_parts(text(5), (1, 4), text(2), **fields)
+        requests.append(request)
+        begun = []
+        while engine.finish_reason_of(request) is None:
+            begun += engine.step().scheduled_encoder_inputs
+        encoded.append([(piece.lora_int_id, piece.lora_scale) for piece in begun])
+    assert encoded == [[(0, 1.0)], [], [(2, 1.0)], [(2, 0.5)], []]
+    hashes = [request.mm_features[0].mm_hash for request in requests]
+    assert hashes[0] == hashes[1] == picture(1, 4).mm_hash
+    assert len({*hashes}) == 3
+    assert hashes[2] == hashes[4]
+    assert requests[1].num_cached_tokens == requests[3].num_cached_tokens == 0
+    assert requests[4].num_cached_tokens > 0
+    engine.finish(*requests)
+
+
+def test_a_request_that_waits_for_its_image_asks_again_for_an_adapter_that_was_evicted():
+    """The workers hold one, which another request needs while a third one's image is encoded."""
+    engine = ImageHarness({"max_input_tokens": 2}, **with_adapters(num_resident=1))
+    first = engine.add_parts((9, 12), text(3))
+    waits = engine.add_parts((1, 4), text(3), lora_request=lora_request(1, changes_images=True))
+    while waits.status is not PARKED:
+        engine.step()
+    assert engine.adapters.held == {1}
+    passes = engine.add_one(text(6, 200), 2, lora_request=lora_request(2))
+    while engine.finish_reason_of(passes) is None:
+        engine.step()
+    assert (first.status, waits.status) == (PARKED, RequestStatus.WAITING_FOR_ADAPTER)
+    assert engine.adapters.held == {2}
+    engine.finish(first, waits, passes)
+    assert engine.adapters.loads == [1, 2, 1]

@@ -8,12 +8,13 @@ Products join the deltas of their weights; a rank keeps the rows and columns tha
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Final
 
 import torch
 
 from proto.errors import ModelError, shown
-from proto.messages.prepared_model import PreparedModel
+from proto.messages.prepared_model import VISION_PREFIX, PreparedModel
 from worker.layers.adapters import (
     AdaptedProduct,
     AdaptedWeight,
@@ -46,13 +47,17 @@ from worker.loader.adapters.tensors import (
 from worker.loader.files import read_index
 from worker.loader.formats import EMBEDDING, HEAD
 from worker.loader.source import WeightSource
+from worker.loader.vision import adapted_vision_weights
 from worker.models.layer_device import LayerDevice
 from worker.models.parts import Shard, WeightSpec
 from worker.models.spec import ModelSpec
+from worker.models.vision.spec import VisionSpec
 
 _NUMBERS_AT_ONCE: Final = 1 << 18
 """Of a table or weight that are converted or compared in one piece of work, well below 2 ms."""
 _NESTED: Final = ".experts.base_layer"
+_LAYER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+"""In names of modules, the number of a layer."""
 _IN_PART: Final = re.compile(r"\.(experts|[kv]_b\.\d+)\.")
 """In names of weights of an expert, or of one head of latent attention."""
 
@@ -117,7 +122,8 @@ class AdapterLoader:
     """Loads adapters for one rank of a model.
 
     spec: of the whole model. targets: the products of the rank. shards: its part of each divided
-    weight. rank: its number. dtype: of the activations, and of adapters in memory.
+    weight. rank: its number. dtype: of the activations, and of adapters in memory. vision: the
+    part that encodes images; None without one.
     """
 
     def __init__(
@@ -130,10 +136,13 @@ class AdapterLoader:
         device: LayerDevice,
         dtype: torch.dtype,
         limits: AdapterLimits,
+        vision: VisionSpec | None = None,
     ) -> None:
         self._prepared = prepared
         self._spec = spec
-        self._weights = spec.weights()
+        self._vision = vision
+        of_vision = {} if vision is None else adapted_vision_weights(vision)
+        self._weights = spec.weights() | of_vision
         self._targets = targets
         self._products = {name for weights in targets.weights for name in weights}
         self._shards = shards
@@ -154,7 +163,7 @@ class AdapterLoader:
         if digest and file.digest != digest:
             raise ModelError(f"{path} has other content than when the adapter was loaded first")
         if file.format not in self._places:
-            self._places[file.format] = ModulePlaces(self._spec, file.format)
+            self._places[file.format] = ModulePlaces(self._spec, file.format, self._vision)
         parts = _Parts(file)
         yield from self._sort(parts)
         yield from self._measure(parts)
@@ -176,6 +185,7 @@ class AdapterLoader:
             digest=file.digest,
             rank=parts.rank,
             effect=parts.effect,
+            changes_images=any(name.startswith(VISION_PREFIX) for name in parts.deltas),
         )
         return (yield from self._targets.step.packed(adapter))
 
@@ -186,6 +196,7 @@ class AdapterLoader:
         modules = sort_tensors(file)
         nested = {each.module.split(_NESTED)[0] for each in modules if _NESTED in each.module}
         changed: set[str] = set()
+        of_vision: set[str] = set()
         for tensors in modules:
             module = tensors.module
             if config is not None and ".experts" in module:
@@ -195,6 +206,11 @@ class AdapterLoader:
                 tensors = ModuleTensors(module, tensors.parts, tensors.names)
             found = places.find(module)
             self._check_allowed(tensors)
+            if places.vision_name(module) is not None:
+                _check_vision_parts(tensors)
+                if places.is_unused(module):
+                    continue  # of a layer behind the last one that is read
+                of_vision.add(module)
             is_in_part = any(_IN_PART.search(place.weight.name) for place in found)
             if is_in_part and self._targets.step.changes_layers_only:
                 raise ModelError(
@@ -214,6 +230,7 @@ class AdapterLoader:
                 yield
         if config is not None:
             self._check_complete(config, places, changed)
+            self._check_vision_layers(config, places, of_vision)
 
     def _check_allowed(self, tensors: ModuleTensors) -> None:
         allowed, last = self._limits.modules, tensors.module.rpartition(".")[2]
@@ -278,10 +295,24 @@ class AdapterLoader:
             )
             is_missing = is_single and names & self._products and not names & changed
             if is_missing and config.targets(module):
-                raise ModelError(
-                    f"tensor base_model.model.{module}.lora_A.weight is missing: {config.path} "
-                    "names its module"
-                )
+                raise _missing(module, config)
+
+    def _check_vision_layers(
+        self, config: PeftConfig, places: ModulePlaces, modules: set[str]
+    ) -> None:
+        """Raise ModelError if a layer has no tensors of a kind that another layer has, though the
+        config names its module.
+
+        modules: of the vision part, by their names in the file.
+        """
+        kinds = {tuple(_LAYER.split(each, maxsplit=1)) for each in modules if _LAYER.search(each)}
+        for before, after in sorted(kinds):
+            for number in count():
+                module = f"{before}{number}{after}"
+                if places.vision_name(module) not in self._products:
+                    break
+                if module not in modules and config.targets(module):
+                    raise _missing(module, config)
 
     def _is_product(self, place: Place) -> bool:
         """Return whether a weight is multiplied as a product, by this rank or another one."""
@@ -567,6 +598,12 @@ class AdapterLoader:
         return self._targets.step.laid_out(LowRankUpdate(self._converted(HEAD, down), (part,)))
 
 
+def _missing(module: str, config: PeftConfig) -> ModelError:
+    return ModelError(
+        f"tensor base_model.model.{module}.lora_A.weight is missing: {config.path} names its module"
+    )
+
+
 def _row_slices(rows: int, columns: int) -> Iterator[slice]:
     """Yield the rows of a matrix in slices that are small pieces of work."""
     size = max(1, _NUMBERS_AT_ONCE // columns)
@@ -579,3 +616,13 @@ def _check_parts(tensors: ModuleTensors, *allowed: Part) -> None:
     for part in tensors.parts:
         if part not in allowed:
             raise ModelError(f"tensor {tensors.name(part)} is not supported in this module")
+
+
+def _check_vision_parts(tensors: ModuleTensors) -> None:
+    """Raise ModelError for a part that a module of the vision part cannot have."""
+    for part in tensors.parts:
+        if part not in ("down", "up", "bias"):
+            name = tensors.name(part)
+            raise ModelError(
+                f"tensor {name}: a vision part has adapters of lora_A and lora_B alone"
+            )

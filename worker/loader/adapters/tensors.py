@@ -18,8 +18,11 @@ import torch
 from proto.errors import ModelError, shown
 from worker.loader.adapters.files import AdapterFile
 from worker.loader.adapters.peft_config import PeftConfig
+from worker.loader.vision import adapted_vision_weights
 from worker.models.parts import StackPart, WeightSpec
 from worker.models.spec import ModelSpec
+from worker.models.vision import VISION_FAMILIES
+from worker.models.vision.spec import VisionSpec
 
 Part = Literal[
     "down", "up", "bias", "magnitude", "embedding_down", "embedding_up", "tokens", "saved", "base"
@@ -102,17 +105,36 @@ class Place:
 
 
 class ModulePlaces:
-    """The weights of a model by the modules of files of one format."""
+    """The weights of a model by the modules of files of one format.
 
-    def __init__(self, spec: ModelSpec, file_format: str) -> None:
+    vision: the part that encodes images; None without one.
+    """
+
+    def __init__(self, spec: ModelSpec, file_format: str, vision: VisionSpec | None = None) -> None:
+        self._vision = vision if file_format == "safetensors" else None
+        self._vision_weights = {} if vision is None else adapted_vision_weights(vision)
         self._places: dict[str, list[Place]] = {}
         for weight in spec.weights().values():
             if len(weight.shape) == 2 and weight.name.endswith(".weight"):
                 for module, stack in _places_of(weight, file_format):
                     self._places.setdefault(module, []).append(Place(weight, stack))
 
+    def vision_name(self, module: str) -> str | None:
+        """Return what the weight of a module is called in the vision part; None outside of it."""
+        if self._vision is None:
+            return None
+        return VISION_FAMILIES[self._vision.architecture].prepared_name(f"{module}.weight")
+
+    def is_unused(self, module: str) -> bool:
+        """Return whether a module is of the vision part, but behind what is read of it."""
+        name = self.vision_name(module)
+        return name is not None and self._vision is not None and self._vision.is_unused(name)
+
     def find(self, module: str) -> list[Place]:
         """Return the weights in a module of a file; empty if the model has none there."""
+        if (name := self.vision_name(module)) is not None:
+            weight = self._vision_weights.get(name)
+            return [] if weight is None else [Place(weight, None)]
         for wrapper in _WRAPPERS:
             module = module.replace(wrapper, "")
         if found := self._places.get(module):

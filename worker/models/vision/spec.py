@@ -10,6 +10,7 @@ make a VisionSpec of a configuration; encoder.py computes it. Without torch: `de
 """
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,12 @@ from worker.models.config_reader import ConfigReader
 TOWER: Final = f"{VISION_PREFIX}tower."
 PROJECTOR: Final = f"{VISION_PREFIX}projector."
 """How the names of a vision part's tensors begin in a prepared folder."""
+_PARTS: Final = (
+    (re.compile(r"(?:model\.)?(?:vision_tower|vision_model)\.(?:vision_model\.)?"), TOWER),
+    (re.compile(r"(?:model\.)?visual\."), TOWER),
+    (re.compile(r"(?:model\.)?(?:multi_modal_projector|connector)\."), PROJECTOR),
+)
+"""How names begin in folders of any version of transformers, and what that becomes."""
 PART_MARK: Final = "/"
 """Where a file divides a tensor, its parts are NAME/0, NAME/1 and so on in a prepared folder."""
 TOWER_KEY: Final = "vision_config"
@@ -282,3 +289,20 @@ class VisionFamily:
     tower_types: tuple[str, ...] = ()
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     gguf: tuple[VisionGguf, ...] = ()
+
+    def prepared_name(self, name: str) -> str | None:
+        """Return the name in a prepared folder of a tensor of a folder; None of another part.
+
+        It is the same for all versions of transformers that wrote the file.
+        """
+        for pattern, prefix in _PARTS:
+            if match := pattern.match(name):
+                rest = name[match.end() :]
+                return prefix + (self._name_in_tower(rest) if prefix == TOWER else rest)
+        return None
+
+    def _name_in_tower(self, name: str) -> str:
+        for old, new in self.tensor_names.items():
+            if match := re.match(old, name):
+                return match.expand(new) + name[match.end() :]
+        return name
