@@ -74,8 +74,7 @@ class _PagedTileHeads(TileHeads):
 
     def attend(self, tiles: slice, rows: slice, windows: Sequence[int] = ()) -> torch.Tensor:
         if windows:  # of few tokens, which take torch no time to pack
-            mixed = attend_to_windows(self._qkv[tiles], rows, windows, self._head_dim**-0.5)
-            return mixed[:, :, : self._head_dim].flatten(1)
+            return attend_to_windows(self._qkv[tiles, ..., : self._head_dim], rows, windows)
         own = self._qkv[tiles, rows].flatten(0, 1)
         numbers = np.arange(tiles.start, tiles.stop, dtype=np.int32)
         count = rows.stop - rows.start

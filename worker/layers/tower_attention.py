@@ -63,17 +63,13 @@ class _DenseTileHeads(TileHeads):
         own.copy_(qkv.view(own.shape))
 
     def attend(self, tiles: slice, rows: slice, windows: Sequence[int] = ()) -> torch.Tensor:
-        mixed = attend_to_windows(self._qkv[tiles], rows, windows or (0, self._qkv.shape[1]))
-        return mixed.flatten(1)
+        return attend_to_windows(self._qkv[tiles], rows, windows or (0, self._qkv.shape[1]))
 
 
-def attend_to_windows(
-    qkv: torch.Tensor, rows: slice, windows: Sequence[int], scale: float | None = None
-) -> torch.Tensor:
-    """Return the attention [tiles * rows, heads, head_dim] of rows to their windows, by torch.
+def attend_to_windows(qkv: torch.Tensor, rows: slice, windows: Sequence[int]) -> torch.Tensor:
+    """Return the attention [tiles * rows, heads * head_dim] of rows to their windows, by torch.
 
-    qkv: [tiles, tokens, 3, heads, head_dim]. windows: as in TileHeads.attend. scale: of the scores;
-    None for that of head_dim.
+    qkv: [tiles, tokens, 3, heads, head_dim]. windows: as in TileHeads.attend.
     """
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
     parts = []
@@ -83,6 +79,6 @@ def attend_to_windows(
             break
         own = query[:, :, max(first, rows.start) : min(end, rows.stop)]
         seen = key[:, :, first:end], value[:, :, first:end]
-        parts.append(F.scaled_dot_product_attention(own, *seen, scale=scale))
+        parts.append(F.scaled_dot_product_attention(own, *seen))
     mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return mixed.transpose(1, 2).flatten(0, 1)
+    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
