@@ -7,12 +7,16 @@
 The application state is replaced as a whole. In an in-place reload one engine follows the other,
 and running requests continue on the new one. If that serves another model, they finish on the old
 one before NextReady, and new requests are refused until SwitchEngine.
+
+Of several engines each is switched like this, the application state with the first one. If that has
+another model, its switch is that of all engines.
 """
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from starlette.datastructures import State
 
@@ -42,9 +46,13 @@ from proto.messages.lifecycle import (
     Switched,
     SwitchEngine,
 )
+from proto.messages.prepared_model import PreparedModel
 from proto.runtime.process import describe
 
 logger = logging.getLogger("tokend.api")
+
+UNUSED_CHECK_SECONDS: Final = 0.05
+"""Time between two looks whether an old engine of several has requests."""
 
 
 class EngineSwitch:
@@ -58,7 +66,7 @@ class EngineSwitch:
         self._state = state
         self._supervisor = self.app_state.supervisor
         self._preparing: dict[int, asyncio.Task[None]] = {}
-        self._prepared: dict[int, AppState] = {}
+        self._prepared: dict[int, AppState | None] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._old_states: dict[int, AppState] = {}
         self._in_flight: list[InFlightCounter] = [self.app_state.in_flight]
@@ -102,15 +110,42 @@ class EngineSwitch:
         self._preparing[message.epoch] = task
         task.add_done_callback(lambda _: self._preparing.pop(message.epoch, None))
 
-    def switch(self, epoch: int) -> None:
-        """Send new requests to the engine of this epoch (in place, they go there already)."""
-        self.app_state.health.is_switching_model = False
-        prepared = self._prepared.pop(epoch, None)
+    def switch(self, epoch: int, engine: int = 0, epochs: Sequence[int] = ()) -> None:
+        """Send new requests to the engine of this epoch (in place, they go there already).
+
+        engine: its index. epochs: as in SwitchEngine.
+        """
         old, client = self.app_state, self.app_state.client
-        if prepared is None:
-            if client.epoch != epoch:  # otherwise this process was started for that engine
+        old.health.is_switching_model = False
+        is_current = client.epochs[engine] == epoch
+        if epoch not in self._prepared:
+            if not is_current:  # otherwise this process was started for that engine
                 logger.error("there is no engine of epoch %d to switch to", epoch)
             return
+        prepared = self._prepared.pop(epoch)
+        if prepared is not None:
+            self._use(prepared)
+        if is_current:
+            self._close_images(old)
+            return
+        for index, other in enumerate(epochs):
+            if index != engine:
+                client.connect(connect_engine(self._boot, other), other, index)
+        is_same_model = not epochs and (prepared is None or _is_same_model(old, prepared))
+        left = client.switch(epochs or [epoch], is_same_model=is_same_model)
+        self._discard_profile()
+        if prepared is not None:
+            self._in_flight = [counter for counter in self._in_flight if counter.number]
+            self._in_flight.append(prepared.in_flight)
+            self._old_states[left[engine if epochs else 0]] = old
+        self._supervisor.send(Switched(self._boot.index, epoch))
+        for old_epoch in left:
+            leaving = asyncio.create_task(self._leave_engine(old_epoch, old))
+            self._leaving[old_epoch] = leaving
+
+    def _use(self, prepared: AppState) -> None:
+        """Serve new requests with this application state."""
+        old = self.app_state
         self._state.app_state = prepared
         if prepared.generation_defaults != old.generation_defaults:
             logger.info("sampling defaults: %s", str(prepared.generation_defaults) or "none")
@@ -123,70 +158,72 @@ class EngineSwitch:
         if prepared.adapters is not None:
             prepared.adapters.base_names = (prepared.model_name, *prepared.aliases)
         prepared.live_view.publish_notice("reload", "new requests go to the reloaded engine")
-        if client.epoch == epoch:
-            self._close_images(old)
-            return
-        client.switch(epoch)
-        self._discard_profile()
-        self._in_flight = [counter for counter in self._in_flight if counter.number]
-        self._in_flight.append(prepared.in_flight)
-        self._supervisor.send(Switched(self._boot.index, epoch))
-        self._old_states[old.epoch] = old
-        self._leaving[old.epoch] = asyncio.create_task(self._leave_engine(old))
 
     def drop(self, epoch: int) -> None:
-        """Forget an engine other than the current one: the next engine, or the old one."""
+        """Forget an engine other than the current ones: the next engine, or an old one."""
         for tasks in (self._preparing, self._leaving):
             task = tasks.pop(epoch, None)
             if task is not None:
                 task.cancel()
-        app_state = self.app_state
-        app_state.health.is_switching_model = False
-        old = self._old_states.pop(epoch, app_state)
-        for unused in (self._prepared.pop(epoch, app_state), old):
-            if unused is not app_state:
+        client = self.app_state.client
+        self.app_state.health.is_switching_model = False
+        for unused in (self._prepared.pop(epoch, None), self._old_states.pop(epoch, None)):
+            if unused is not None:
                 self._close_images(unused)
-        if epoch != app_state.client.epoch:
-            same_model = old.model.source == app_state.model.source
-            movable = same_model and old.vocabulary == app_state.vocabulary
-            app_state.client.drop(epoch, movable=movable)
+        if epoch not in client.epochs:
+            client.drop(epoch)
 
     async def _prepare(self, message: NextEngine) -> None:
         index, epoch = self._boot.index, message.epoch
         try:
-            texts = await asyncio.to_thread(ModelTexts.load, self._boot.config, message.model)
-            await texts.chat_template.compile()
-            images = make_image_input(self._boot, texts.model, texts.tokenizer)
+            prepared = None
+            if message.model is not None:
+                prepared = await self._load(message.model, epoch)
             old = self.app_state
             if not message.in_place:
                 link = connect_engine(self._boot, epoch)
-                await old.client.connect(link, epoch).wait_ready_or_closed()
-            elif message.model.source != old.model.source:
-                await self._finish_requests()
-            elif texts.vocabulary != old.vocabulary:
-                raise ModelError(
-                    "the new version of the model has another tokenizer, so running requests "
-                    "cannot continue on it: reload side by side, or restart"
-                )
+                await old.client.connect(link, epoch, message.engine).wait_ready_or_closed()
+            elif prepared is not None:
+                await self._check_in_place(prepared)
+                prepared = replace(prepared, in_flight=old.in_flight)
         except Exception as error:  # the current engine continues
             self._supervisor.send(NextReady(index, epoch, describe(error)))
             return
+        self._prepared[epoch] = prepared
+        self._supervisor.send(NextReady(index, epoch))
+
+    async def _load(self, model: PreparedModel, epoch: int) -> AppState:
+        """Return the application state with a model. Raises ModelError or ConfigError."""
+        texts = await asyncio.to_thread(ModelTexts.load, self._boot.config, model)
+        await texts.chat_template.compile()
         name, *aliases = self._boot.config.model.served_names(texts.model.name)
-        self._prepared[epoch] = replace(
-            old,
+        return replace(
+            self.app_state,
             model=texts.model,
             model_name=name,
             aliases=aliases,
             tokenizer=texts.tokenizer,
             chat_template=texts.chat_template,
             harmony=texts.harmony,
-            images=images,
+            images=make_image_input(self._boot, texts.model, texts.tokenizer),
             generation_defaults=texts.generation_defaults,
             vocabulary=texts.vocabulary,
             epoch=epoch,
-            in_flight=old.in_flight if message.in_place else InFlightCounter(),
+            in_flight=InFlightCounter(),
         )
-        self._supervisor.send(NextReady(index, epoch))
+
+    async def _check_in_place(self, prepared: AppState) -> None:
+        """Return when running requests can continue on the next engine, or have finished.
+
+        Raises ModelError if they cannot.
+        """
+        if prepared.model.source != self.app_state.model.source:
+            await self._finish_requests()
+        elif not _is_same_model(prepared, self.app_state):
+            raise ModelError(
+                "the new version of the model has another tokenizer, so running requests "
+                "cannot continue on it: reload side by side, or restart"
+            )
 
     async def _finish_requests(self) -> None:
         """Refuse new requests and return when the open ones have ended.
@@ -205,13 +242,20 @@ class EngineSwitch:
                 "(--shutdown-timeout), and both models do not run side by side"
             ) from None
 
-    async def _leave_engine(self, old: AppState) -> None:
-        """Disconnect from the old engine after its last request."""
-        await old.in_flight.wait_until_idle()
-        del self._leaving[old.epoch], self._old_states[old.epoch]
-        old.client.drop(old.epoch)
-        self._close_images(old)
-        self._supervisor.send(OldEngineIdle(self._boot.index, old.epoch))
+    async def _leave_engine(self, epoch: int, old: AppState) -> None:
+        """Disconnect from an old engine after its last request. old: when it was left."""
+        client, in_flight = old.client, old.in_flight
+        if client.num_engines == 1:
+            await in_flight.wait_until_idle()
+        else:
+            while client.is_needed(epoch, more_come=in_flight.number > 0):
+                await asyncio.sleep(UNUSED_CHECK_SECONDS)
+        client.drop(epoch)
+        self._supervisor.send(OldEngineIdle(self._boot.index, epoch))
+        if epoch in self._old_states:
+            await in_flight.wait_until_idle()
+            self._close_images(self._old_states.pop(epoch))
+        del self._leaving[epoch]
 
     def _close_images(self, unused: AppState) -> None:
         """End the process for images of a model that takes no more requests."""
@@ -219,6 +263,12 @@ class EngineSwitch:
             task = asyncio.create_task(unused.images.reader.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+
+
+def _is_same_model(some: AppState, other: AppState) -> bool:
+    """Whether an engine with one may continue requests that were made for the other."""
+    is_same = some.model.source == other.model.source
+    return is_same and some.vocabulary == other.vocabulary
 
 
 async def run_commands(
@@ -279,7 +329,7 @@ def _run_command(command: Any, engine_switch: EngineSwitch) -> None:
     elif isinstance(command, NextEngine):
         engine_switch.prepare(command)
     elif isinstance(command, SwitchEngine):
-        engine_switch.switch(command.epoch)
+        engine_switch.switch(command.epoch, command.engine, command.epochs)
     elif isinstance(command, DropEngine):
         engine_switch.drop(command.epoch)
 

@@ -156,7 +156,8 @@ def reload(words: Sequence[str], environment: HostEnvironment) -> int:
     model = _absolute(models[0]) if models else None
     directory = _find_run_directory(values, environment.run_parents())
     before = _wait_for_state(directory, lambda state: state.ending or not state.under_way)
-    check_reloads(before)
+    if before.ending:
+        raise TokendError(_ending(before))
     if model is not None:
         write_wanted_model(directory, model)
     os.kill(before.pid, signal.SIGHUP)
@@ -167,20 +168,10 @@ def reload(words: Sequence[str], environment: HostEnvironment) -> int:
     if after.count == before.count:
         raise TokendError(_ending(after))
     if after.error:
-        print(f"tokend: the reload failed, nothing has changed: {after.error}", file=sys.stderr)
+        print(f"tokend: the reload failed, {after.error}", file=sys.stderr)
         return 1
     print("reloaded" if model is None else f"reloaded: the model is {after.model} now")
     return 0
-
-
-def check_reloads(state: DaemonState) -> None:
-    """Raise TokendError for a daemon that drains, or that has several engines."""
-    from deploy.supervisor.reload.reload import SEVERAL_ENGINES
-
-    if state.ending:
-        raise TokendError(_ending(state))
-    if state.num_engines > 1:
-        raise TokendError(SEVERAL_ENGINES)
 
 
 def _ending(state: DaemonState) -> str:

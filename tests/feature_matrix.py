@@ -20,11 +20,8 @@ from api_server.generation.request_builder import check_beams, check_grammar
 from api_server.protocol.completions import CompletionRequest
 from api_server.routes.sessions import _check_available
 from deploy import flags
-from deploy.daemons import check_reloads
-from deploy.supervisor.reload.reload import SEVERAL_ENGINES
 from engine_core.validation import RequestLimits, validate_request
 from proto.messages.engine_io import EngineCoreRequest
-from proto.messages.lifecycle import DaemonState
 from proto.messages.sampling_params import SamplingParams
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -1405,11 +1402,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     (
         "replicas",
         "reload",
-        Refused(
-            SEVERAL_ENGINES,
-            "deploy/test_supervisor_engines.py::test_several_engines_are_not_reloaded",
-            lambda: check_reloads(DaemonState(pid=1, num_engines=2)),
-        ),
+        Works("e2e/test_reload.py::test_several_engines_are_reloaded_while_they_stream"),
     ),
 )
 

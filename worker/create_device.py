@@ -10,15 +10,15 @@ from proto.settings.config import PARTS, ServeConfig
 from worker.device import Device
 
 
-def create_device(config: ServeConfig, index: int) -> Device:
+def create_device(config: ServeConfig, index: int, starts_alone: bool = False) -> Device:
     """Return the device of the worker with this index; "auto" means CUDA if torch finds a GPU.
 
     A CPU without compiled kernels computes in plain torch. The kernels of this process are held to
-    --cpu-kernels from now on.
+    --cpu-kernels from now on. starts_alone: other engines of the daemon do not start now.
     Raises ConfigError for a device from outside that cannot be loaded, for --device cuda without a
     GPU, or with fewer GPUs than workers, and for kernels that cannot run here.
     """
-    setting, parallel = config.device.device, config.parallel
+    setting, parallel, alone = config.device.device, config.parallel, starts_alone
     if setting not in PARTS["device"][1]:
         outside: Device = load_part("device", setting, "device", Device)(config, index)
         return outside
@@ -29,12 +29,14 @@ def create_device(config: ServeConfig, index: int) -> Device:
     from worker.reference.device import ReferenceDevice
 
     if setting == "reference":
-        return ReferenceDevice(config.device, parallel=parallel)
+        return ReferenceDevice(config.device, parallel=parallel, starts_alone=alone)
     from worker.cpu.device import CpuDevice
     from worker.cpu.kernels import KernelsUnavailableError, limit_kernels
 
     limit_kernels(config.device.cpu_kernels)
     try:
-        return CpuDevice(config.device, parallel=parallel)
+        return CpuDevice(config.device, parallel=parallel, starts_alone=alone)
     except KernelsUnavailableError as reason:
-        return ReferenceDevice(config.device, parallel=parallel, reason=str(reason))
+        return ReferenceDevice(
+            config.device, parallel=parallel, starts_alone=alone, reason=str(reason)
+        )

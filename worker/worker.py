@@ -185,7 +185,7 @@ class Worker:
         self._has_lost_group = False
         config = boot.config
         use_families(config.model.model_families)
-        device = create_device(config, boot.index)
+        device = create_device(config, boot.index, boot.starts_alone)
         device.check_kv_dtype(config.cache.kv_cache_dtype)
         size = config.parallel.tensor_parallel_size
         self._group = RankGroup() if size == 1 else self._create_group(size, device)

@@ -11,6 +11,9 @@ over one of them, which `Router` chooses. Start reading at `EngineClient.submit`
 
     a reload    engine of epoch 2 ── its open requests ────────▶ the last one finishes, or the
                 engine of epoch 3 ── all new requests ─────────▶ engine dies and 3 gets the rest
+
+A reload may bring another model, so each engine and each request has the number of a model, and a
+request is only sent to engines of its number.
 """
 
 import asyncio
@@ -115,16 +118,20 @@ class EngineConnection:
     """The connection of an `EngineClient` to the engine of one epoch, on the event loop.
 
     Never blocks: the link queues what is sent, and its descriptor wakes the event loop.
-    index: of the engine. is_current: the one of this index, not one before or after a reload.
+    index: of the engine. model: number of its model. is_current: the one of this index, not one
+    before or after a reload.
     engine: its properties; None before it is ready. adapters: by name; None before it sent them.
     is_watched: it sends views.
     """
 
-    def __init__(self, client: "EngineClient", link: Link, epoch: int, index: int) -> None:
+    def __init__(
+        self, client: "EngineClient", link: Link, epoch: int, index: int, model: int
+    ) -> None:
         self._client = client
         self._link = link
         self.epoch = epoch
         self.index = index
+        self.model = model
         self.is_current = self.is_watched = False
         self.engine: EngineReady | None = None
         self.adapters: AdapterTable | None = None
@@ -290,7 +297,8 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._router = Router(len(connections), time.monotonic)
         self._connections: dict[int, EngineConnection] = {}
-        self._unmovable_epochs: set[int] = set()
+        self._model = 0
+        self._models: dict[int, int] = {}  # epoch of an engine, also of a dead one → its model
         self._reported_missing: set[int] = set()
         self._restarted: set[int] = set()
         self._resting: set[int] = set()
@@ -304,9 +312,9 @@ class EngineClient:
             connection.is_current = True
 
     @property
-    def epoch(self) -> int:
-        """Epoch of engine 0; the only one of a daemon that can be reloaded."""
-        return self._current[0].epoch
+    def epochs(self) -> list[int]:
+        """Epoch of each current engine, by index."""
+        return [each.epoch for each in self._current]
 
     @property
     def num_engines(self) -> int:
@@ -371,19 +379,22 @@ class EngineClient:
         """Send a request to an engine, or keep it until one is ready.
 
         `stream` gets all outputs. engine: the one that the client wants, by index; None for any.
-        After a reload, a request with the epoch of the old engine goes to that, if it still runs.
+        After a reload, a request with an earlier epoch goes to the old engine if that is the only
+        one and still runs, and otherwise to any engine of the same model.
         Raises OverloadedError when no engine keeps up, NotAvailableError when the wanted one is
         missing, InvalidRequestError when there is none of that index, and InternalRequestError if
-        token ids have another meaning for the current engine.
+        no engine has the model of the request any more.
         """
         _ = self.engine
-        if request.epoch in self._unmovable_epochs:
+        model = self._models.get(request.epoch, self._model)
+        if not self._has_engine(model):
             raise InternalRequestError("the engine of this request died")
-        open_request = OpenRequest(request, stream)
+        open_request = OpenRequest(request, stream, model=model)
         wanted = None if engine is None else self._wanted(engine)
         connection = self._connections.get(request.epoch)
-        if connection is None or connection.is_current:
-            connection = wanted or self._route(open_request)
+        if self._routes or connection is None or connection.is_current:
+            uses_wanted = wanted is not None and model == self._model
+            connection = wanted if uses_wanted else self._route(open_request)
         if connection is not None and connection.ready:
             if connection.stalled:
                 raise OverloadedError("the engine does not keep up")
@@ -505,29 +516,54 @@ class EngineClient:
         self._send_waiting_requests()
         self._check_deadlines()
 
-    def switch(self, epoch: int) -> None:
-        """Make the engine of this epoch the current one; open requests stay with the old one."""
-        old = self._replace(self._connections[epoch])
-        if old.is_watched and old.ready:
-            old.send(Watch(old.epoch, False))
-        if self._current[0].ready:
-            self._on_engine_ready(self._current[0])
-        else:
-            self.report_garbage(epoch)
+    def switch(self, epochs: Sequence[int], *, is_same_model: bool) -> list[int]:
+        """Make the engines of these epochs current; open requests stay with the old ones.
 
-    def drop(self, epoch: int, *, movable: bool = True) -> None:
-        """Disconnect an engine other than the current one, which gets its open requests.
-
-        movable: token ids mean the same to the current engine; otherwise the requests fail.
+        is_same_model: the new engines may continue requests of the old ones; if not, they must be
+        all engines. Returns the epochs of the old ones.
         """
-        assert epoch != self.epoch, "the current engine is replaced, not dropped"
+        if not is_same_model:
+            self._model += 1
+            self._properties.clear()
+        left = []
+        for epoch in epochs:
+            new = self._connections[epoch]
+            new.model = self._models[epoch] = self._model
+            old = self._replace(new)
+            left.append(old.epoch)
+            self._router.note_down(new.index)
+            if old.is_watched and old.ready:
+                old.send(Watch(old.epoch, False))
+        for epoch in epochs:
+            new = self._connections[epoch]
+            if new.ready:
+                self._on_engine_ready(new)
+            elif new.engine is not None:
+                self.report_garbage(epoch)
+        return left
+
+    def is_needed(self, epoch: int, *, more_come: bool) -> bool:
+        """Whether an old engine has an open request, or may get one.
+
+        more_come: requests for its model may not have been submitted yet.
+        """
+        old = self._connections[epoch]
+        if any(request.sent_to == epoch for request in self._open.values()):
+            return True
+        is_last = old.model != self._model and self._old_engines(old.model) == [old]
+        return more_come and is_last
+
+    def drop(self, epoch: int) -> None:
+        """Disconnect an engine that is not current; others of its model get its open requests.
+
+        Without any they fail.
+        """
+        assert epoch not in self.epochs, "a current engine is replaced, not dropped"
         if epoch not in self._connections or self._closed:
             return
-        requests = [request for request in self._open.values() if request.sent_to == epoch]
         self._lose_engine(epoch, died=True)
-        if not movable:
-            self._unmovable_epochs.add(epoch)
-            for request in requests:
+        for request in list(self._open.values()):
+            if not self._has_engine(request.model):
                 error = InternalRequestError("the engine of this request died")
                 self._fail_request(request.stream, error)
         self._send_waiting_requests()
@@ -582,18 +618,28 @@ class EngineClient:
         report waits until `switch`.
         """
         connection = self._connections[epoch]
-        if connection.is_current or epoch < self.epoch:
+        if epoch <= self._current[connection.index].epoch:
             reason = "it sent an undecodable message"
             self._supervisor.send(ProtocolViolation("engine_core", connection.index, epoch, reason))
 
     def connect(self, link: Link, epoch: int, engine: int = 0) -> EngineConnection:
         """Connect to an engine, a current one after `switch`, and return the connection."""
-        connection = EngineConnection(self, link, epoch, engine)
+        connection = EngineConnection(self, link, epoch, engine, self._model)
         self._connections[epoch] = connection
+        self._models[epoch] = self._model
         self._metrics.add_engine(epoch, engine)
         return connection
 
     # Which engine
+
+    def _old_engines(self, model: int) -> list[EngineConnection]:
+        """Return the ready engines of a model that a reload has replaced."""
+        connections = self._connections.values()
+        return [each for each in connections if each.ready and each.model == model]
+
+    def _has_engine(self, model: int) -> bool:
+        """Whether there is an engine of a model, ready or not."""
+        return any(each.model == model for each in self._connections.values())
 
     def _replace(self, connection: EngineConnection) -> EngineConnection:
         """Make a connection the current one of its engine, and return the one before."""
@@ -625,6 +671,9 @@ class EngineClient:
 
         An engine that runs suspects of crashes gets no other requests, as long as others are ready.
         """
+        if request.model != self._model:
+            old = self._old_engines(request.model)
+            return old[request.request.request_id % len(old)] if old else None
         if not self._routes:
             return self._current[0]
         ready = list(filter(self._takes_requests, self._current))
@@ -732,7 +781,8 @@ class EngineClient:
             # the engine isolates it from the other suspects, too
             crash_count = max(request.crash_count, self._crashes_of_engine)
             message = changed(message, crash_count=crash_count)
-            self._suspects.add(request.request.request_id)
+            if connection.is_current:
+                self._suspects.add(request.request.request_id)
         connection.send(message)
         if self._routes and connection.is_current:
             request.awaits_token = True
@@ -749,7 +799,7 @@ class EngineClient:
         self._suspects_wait = False
         waiting = [request for request in self._open.values() if request.sent_to == NO_ENGINE]
         for request in sorted(waiting, key=lambda request: -request.crash_count):
-            is_suspect = self._is_suspect(request)
+            is_suspect = self._is_suspect(request) and request.model == self._model
             connection = self._route_suspect() if is_suspect else self._route(request)
             if connection is None:
                 self._suspects_wait = self._suspects_wait or is_suspect

@@ -77,6 +77,7 @@ class OpenRequest:
     that have seen an engine die.
     crash_count: deaths of engines, since the last progress, that the request may have caused.
     routed: what decides where it is sent; None before that is needed.
+    model: only engines with this number in `EngineConnection.model` may continue it.
     """
 
     request: EngineCoreRequest
@@ -88,6 +89,7 @@ class OpenRequest:
     awaits_token: bool = False
     crash_count: int = 0
     routed: RoutedRequest | None = None
+    model: int = 0
     _num_tokens: int = 0
     _num_tokens_at_crash: int = 0
     _num_computed_tokens: int = 0

@@ -124,7 +124,8 @@ class AppState:
 
     model_name: as clients call it, and in responses. aliases: other names that requests may have.
     in_flight: HTTP requests that use this state.
-    epoch: of the engine that gets their engine requests. vocabulary: see `ModelTexts`.
+    epoch: of an engine with the model, the only one of a daemon with one; it tells the model of
+    their engine requests. vocabulary: see `ModelTexts`.
     adapters: None without --enable-lora.
     settings: all of the daemon. harmony, generation_defaults: see `ModelTexts`.
     open_streams: token streams of all requests that have not ended.

@@ -10,7 +10,14 @@ from typing import NamedTuple
 from deploy.supervisor.processes import Child
 from proto.codec import Message, changed
 from proto.messages.engine_io import PauseMode
-from proto.messages.lifecycle import NewEngine, NewFrontEnd, NewWorkers, ProcessBoot, Role
+from proto.messages.lifecycle import (
+    NewEngine,
+    NewFrontEnd,
+    NewWorkers,
+    ProcessBoot,
+    ProtocolViolation,
+    Role,
+)
 from proto.messages.lora import AdapterCard, AdapterList
 from proto.messages.prepared_model import PreparedModel
 
@@ -26,8 +33,30 @@ class Announcement(NamedTuple):
     engine: int | None = None
 
 
+class EngineNumbers(NamedTuple):
+    """What tells an engine and its workers from others of the same index.
+
+    engine: the index. generation: no other engine has the same.
+    """
+
+    engine: int
+    generation: int
+    epoch: int
+    worker_epoch: int
+
+    def owns(self, process: Child) -> bool:
+        """Whether a process is this engine or one of its workers; a front end is of none."""
+        return process.role != "api_server" and process.generation == self.generation
+
+    def has_sent(self, message: Message) -> bool:
+        """Whether a message reports a protocol violation by the engine or one of its workers."""
+        if not isinstance(message, ProtocolViolation):
+            return False
+        return message.epoch == (self.worker_epoch if message.role == "worker" else self.epoch)
+
+
 class ServedModels(NamedTuple):
-    """The model of a generation, and the one of --speculative-config that drafts for it."""
+    """The model that is served, and the one of --speculative-config that drafts for it."""
 
     model: PreparedModel
     draft_model: PreparedModel | None = None
@@ -37,9 +66,14 @@ class ServedModels(NamedTuple):
         """The files or folders of the models, absolute."""
         return tuple(each.source for each in self if each is not None)
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The prepared folders; another one whenever a file of a model has changed."""
+        return tuple(each.folder for each in self if each is not None)
+
 
 class EpochCounter:
-    """Numbers engines, workers and front ends of a generation, and creates their boot messages.
+    """Numbers engines, workers and front ends, and creates their boot messages.
 
     Lists are by the index of an engine.
 
@@ -47,6 +81,7 @@ class EpochCounter:
         ends only.
     listen_fds, admin_fds: listening sockets of the front ends.
     epochs, worker_epochs: of each engine and of its workers.
+    generations: of each engine with its workers.
     pause_mode: the last one that an engine has reported; a new engine starts with it.
     adapters: likewise, of the model, by name; None before an engine has reported any.
     """
@@ -62,24 +97,10 @@ class EpochCounter:
         self._next_epochs = itertools.count(1)
         self._num_starts: Counter[tuple[Role, int]] = Counter()
         self._num_hangs: Counter[tuple[Role, int]] = Counter()
-        self._begin_epochs()
+        self.epochs = list(itertools.islice(self._next_epochs, self.num_engines))
+        self.worker_epochs, self.generations = self.epochs.copy(), self.epochs.copy()
         self.pause_mode: PauseMode | None = None
         self.adapters: dict[str, AdapterCard] | None = None
-
-    def _begin_epochs(self) -> None:
-        """Number the engines of a new generation, and their workers."""
-        self.epochs = list(itertools.islice(self._next_epochs, self.num_engines))
-        self.worker_epochs = self.epochs.copy()
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of engine 0, the only one of a daemon that reloads."""
-        return self.epochs[0]
-
-    @property
-    def worker_epoch(self) -> int:
-        """Epoch of the workers of engine 0."""
-        return self.worker_epochs[0]
 
     @property
     def num_engines(self) -> int:
@@ -99,50 +120,62 @@ class EpochCounter:
         epochs = self.worker_epochs if role == "worker" else self.epochs
         return epochs.index(epoch) if epoch in epochs else None
 
-    @property
-    def generation(self) -> int:
-        """Generation of the current engines and workers."""
-        return self._template.generation
+    def numbers_of(self, engine: int) -> EngineNumbers:
+        """Return the numbers that an engine and its workers have now."""
+        generation, epoch = self.generations[engine], self.epochs[engine]
+        return EngineNumbers(engine, generation, epoch, self.worker_epochs[engine])
 
     def is_current(self, process: Child) -> bool:
-        """Whether a process belongs to the current generation; a front end always does."""
-        return process.role == "api_server" or process.generation == self.generation
+        """Whether a process is of the current generation of its engine, or a front end."""
+        engine = process.engine
+        return engine is None or process.generation == self.generations[engine]
 
     @property
     def models(self) -> ServedModels:
         return ServedModels(self._template.model, self._template.draft_model)
 
-    def next_generation(self, models: ServedModels) -> "EpochCounter":
-        """Return a counter for a new generation, with new epochs and the same incarnations."""
-        other = self.snapshot()
+    def next_generation(self, models: ServedModels, engine: int) -> "EpochCounter":
+        """Return a counter with a new generation of one engine, and the same incarnations."""
+        other = copy.copy(self)
+        other.epochs, other.worker_epochs = self.epochs.copy(), self.worker_epochs.copy()
+        other.generations = self.generations.copy()
+        other.adapters = None if self.adapters is None else dict(self.adapters)
         if models.model.source != self._template.model.source:
             other.adapters = None
-        other._begin_epochs()
+        other.begin_generation(engine)
         config = self._template.config
         other._template = changed(
             self._template,
             model=models.model.served_with(config.media.max_images, config.model.max_model_len),
             draft_model=models.draft_model,
-            generation=other.epochs[0],
         )
         return other
 
-    def snapshot(self) -> "EpochCounter":
-        """Return a copy, which keeps the present numbers after `switch_to`."""
-        other = copy.copy(self)
-        other.epochs, other.worker_epochs = self.epochs.copy(), self.worker_epochs.copy()
-        other.adapters = None if self.adapters is None else dict(self.adapters)
-        return other
+    def begin_generation(self, engine: int) -> EngineNumbers:
+        """Number the next engine in a place, and its workers; return the numbers of the old ones.
 
-    def switch_to(self, other: "EpochCounter") -> None:
-        """Make another generation the current one."""
-        self.epochs, self.worker_epochs = other.epochs, other.worker_epochs
+        Those belong to no current generation from now on.
+        """
+        old, epoch = self.numbers_of(engine), next(self._next_epochs)
+        self.epochs[engine] = self.worker_epochs[engine] = self.generations[engine] = epoch
+        return old
+
+    def switch_to(self, other: "EpochCounter", engine: int) -> EngineNumbers:
+        """Make another generation of an engine the current one; return the numbers of the old one.
+
+        Processes that start from now on have the models of that generation.
+        """
+        old = self.numbers_of(engine)
+        _, self.generations[engine], self.epochs[engine], self.worker_epochs[engine] = (
+            other.numbers_of(engine)
+        )
         self.adapters = other.adapters
         self._template = other._template
+        return old
 
     def note_adapters(self, message: AdapterList) -> None:
-        """Note the adapters of an engine of this generation."""
-        if message.epoch >= self.generation:
+        """Note the adapters of an engine, unless it is older than all current generations."""
+        if message.epoch >= min(self.generations):
             self.adopt_adapters(message)
 
     def adopt_adapters(self, message: AdapterList) -> None:
@@ -166,6 +199,7 @@ class EpochCounter:
         return changed(
             boot,
             incarnation=incarnation,
+            generation=self.generations[boot.engine],
             num_hung=self._num_hangs[role, index],
             epoch=self.epochs[boot.engine],
             worker_epoch=self.worker_epochs[boot.engine],
@@ -180,8 +214,7 @@ class EpochCounter:
 
     def new_engine(self, engine: int) -> list[Announcement]:
         """Assign the epochs of an engine that will replace a dead one; return the announcements."""
-        self.remove_sockets(self.epochs[engine])
-        self.remove_sockets(self.worker_epochs[engine])
+        self.remove_sockets(self.epochs[engine], self.worker_epochs[engine])
         epoch = self.epochs[engine] = self.worker_epochs[engine] = next(self._next_epochs)
         message = NewEngine(epoch, epoch, engine=engine)
         return [Announcement("worker", message, engine), Announcement("api_server", message)]
@@ -196,8 +229,9 @@ class EpochCounter:
         message = NewFrontEnd(index, self._num_starts["api_server", index])
         return [Announcement("engine_core", message)]
 
-    def remove_sockets(self, epoch: int) -> None:
-        """Remove the socket files that an engine of this epoch has left."""
-        for path in Path(self._template.run_dir).glob(f"e{epoch}.*"):
-            with contextlib.suppress(OSError):
-                path.unlink()
+    def remove_sockets(self, *epochs: int) -> None:
+        """Remove the socket files that engines and workers of these epochs have left."""
+        for epoch in epochs:
+            for path in Path(self._template.run_dir).glob(f"e{epoch}.*"):
+                with contextlib.suppress(OSError):
+                    path.unlink()

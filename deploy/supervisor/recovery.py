@@ -6,6 +6,7 @@ process that violates the protocol is killed and restarted like a dead one. The 
 and kills the processes.
 """
 
+import math
 import textwrap
 import time
 from collections.abc import Callable, Iterable
@@ -87,12 +88,14 @@ ProcessKey = tuple[Role, int]
 class _Outage:
     """Time without a process. since: its death. due: when the successor is started.
 
-    Seconds of the monotonic clock. started: whether the successor was started.
+    Seconds of the monotonic clock. started: whether the successor was started. is_reload: a reload
+    has ended the process, which is known to the others.
     """
 
     since: float
     due: float
     started: bool = False
+    is_reload: bool = False
 
 
 class RestartPlan(NamedTuple):
@@ -126,7 +129,7 @@ class Recovery:
             engine: RestartBudget(max_restarts, clock)
             for engine in (*range(epochs.num_engines), None)
         }
-        self._resting: dict[int, float] = {}  # engine → when it is restarted
+        self._resting: dict[int, float] = {}  # engine → when it is restarted; inf: see `reserve`
         self._outages: dict[ProcessKey, _Outage] = {}
         self._disconnected: set[ProcessKey] = set()
         self._violations: dict[tuple[Role, int], int] = {}
@@ -197,8 +200,37 @@ class Recovery:
 
     @property
     def has_outages(self) -> bool:
-        """Whether a process is missing, about to be killed, or not ready yet."""
-        return bool(self._outages or self._disconnected)
+        """Whether a process is missing, about to be killed, or not ready yet.
+
+        Except of engines that rest: their cure may be a reload.
+        """
+        engines = map(self._engine_of, self._outages)
+        return bool(self._disconnected) or any(each not in self._resting for each in engines)
+
+    def rests(self, engine: int) -> bool:
+        """Whether an engine is not restarted for minutes, or reserved."""
+        return engine in self._resting
+
+    def reserve(self, engine: int) -> None:
+        """Start an engine and its workers, which a reload has ended, only after `release`."""
+        self._resting[engine] = math.inf
+        for key in self._keys_of(engine):
+            self._outages[key] = _Outage(self._clock(), math.inf, is_reload=True)
+
+    def release(self, engine: int) -> None:
+        """Start a reserved engine and its workers; do nothing if it is not reserved."""
+        if self._resting.get(engine) == math.inf:
+            del self._resting[engine]
+            self._budgets[engine].reset()
+            now = self._clock()
+            for key in self._keys_of(engine):
+                self._outages[key] = _Outage(now, now, is_reload=True)
+
+    def note_replaced(self, engine: int) -> None:
+        """Note that a reload has started an engine and its workers, which may have been missing."""
+        self._resting.pop(engine, None)
+        for key in self._keys_of(engine):
+            self._outages.pop(key, None)
 
     def must_kill(self, running: Child) -> bool:
         """Whether a running process must be killed.
@@ -219,14 +251,15 @@ class Recovery:
             if engine is not None:
                 rests = engine in self._resting
                 what = "rests before its next restart" if rests else "is being restarted"
-                what = f"{process_name(*key)} {what}"
+                what = f"{process_name(*key)} {'is being reloaded' if outage.is_reload else what}"
                 found.append(NotReady(what, outage.since, engine, is_restarted=True, rests=rests))
         return found
 
     def seconds_to_next_restart(self) -> float | None:
         """Seconds until the next start; None if none is planned."""
         dues = [outage.due for outage in self._outages.values() if not outage.started]
-        return max(0.0, min(dues) - self._clock()) if dues else None
+        due = min(dues, default=math.inf)
+        return None if due == math.inf else max(0.0, due - self._clock())
 
     def pop_due_restarts(self, running: Iterable[Child]) -> list[RestartPlan]:
         """Return the restarts that are due, the engine first. running: processes that exist."""
@@ -267,13 +300,15 @@ class Recovery:
     def _plan_restart(self, key: ProcessKey) -> RestartPlan:
         role, index = key
         engine = self._engine_of(key)
-        self._outages[key].started = True
+        outage = self._outages[key]
+        outage.started = True
         if engine is not None and self._resting.pop(engine, None) is not None:
             self._budgets[engine].reset()
         hung = key in self._disconnected
-        announcements = [] if hung else self._announce(key)
+        announcements = [] if hung or outage.is_reload else self._announce(key)
         self._disconnected.discard(key)
-        announcements.append(Announcement("api_server", Restarted(role, hung, engine)))
+        if not outage.is_reload:
+            announcements.append(Announcement("api_server", Restarted(role, hung, engine)))
         indices = range(index, index + self._epochs.num_ranks) if role == "worker" else (index,)
         boots = [self._epochs.make_boot(role, number, hung=hung) for number in indices]
         return RestartPlan(announcements, boots)
@@ -335,6 +370,10 @@ class Recovery:
         if process.role == "worker":
             index -= index % self._epochs.num_ranks
         return process.role, index
+
+    def _keys_of(self, engine: int) -> tuple[ProcessKey, ProcessKey]:
+        """Return the keys of an engine and of its workers."""
+        return ("engine_core", engine), ("worker", self._epochs.workers_of(engine)[0])
 
     def _engine_of(self, key: ProcessKey) -> int | None:
         """Return the engine of a process; None for a front end."""

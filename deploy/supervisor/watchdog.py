@@ -208,7 +208,7 @@ class Watchdog:
                 self._paused_since = self._clock()
             yield NotReady("paused by POST /pause", self._paused_since)
         for engine in range(self._epochs.num_engines):
-            detector = self._detectors.get((self._epochs.generation, engine))
+            detector = self._detectors.get((self._epochs.generations[engine], engine))
             if detector is not None:
                 yield from detector.not_ready()
         for child, removal in self._removals.items():

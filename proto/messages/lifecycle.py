@@ -27,6 +27,8 @@ Reload, with a new engine beside the old one or in its place:
 supervisor ──NextEngine──▶ front ends ──NextReady──▶ supervisor ──SwitchEngine──▶ front ends
 front ends ──Switched, OldEngineIdle──▶ supervisor ──Shutdown──▶ old engine and its workers
 
+Of several engines, one after the other; if the model changes, the first switch is that of all.
+
 Drain before shutdown:
 
 supervisor ──Drain──▶ front ends ──DrainProgress──▶ supervisor ──Shutdown──▶ any process
@@ -37,9 +39,9 @@ epoch         Which incarnation of which engine. New when an engine starts. Name
               between engine and front ends, and is in every message between them.
 worker_epoch  Which workers with which engine. New when an engine or a worker starts. Names the
               sockets between engine and workers, and is in every message between them.
-generation    Which reload: the epoch of the first engine that a start or a reload has brought;
-              that of engine i is i more. Engines and workers that replace dead ones have the
-              same generation.
+generation    Which reload of which engine: the epoch of the first engine that a start or a reload
+              has brought in this place. Engines and workers that replace dead ones have the same
+              generation.
 incarnation   Restarts of one process (role, index), from 0. Names its socket to the supervisor;
               part of the request ids of a front end.
 
@@ -144,7 +146,12 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def replaces_dead(self) -> bool:
         """Whether a worker replaces a dead one, or serves an engine that does."""
-        return self.worker_epoch != self.generation + self.engine
+        return self.worker_epoch != self.generation
+
+    @property
+    def starts_alone(self) -> bool:
+        """Whether a worker starts after all engines have started with the daemon."""
+        return self.worker_epoch > self.config.parallel.data_parallel_size
 
 
 class PlanBoot(msgspec.Struct, frozen=True, kw_only=True):
@@ -644,12 +651,15 @@ class ProtocolViolation(msgspec.Struct, array_like=True, tag=60, frozen=True):
 class NextEngine(msgspec.Struct, array_like=True, tag=43, frozen=True):
     """A reload has started: load the new version of the model and connect to the new engine.
 
-    in_place: the new engine starts after the old one has ended, and takes over its requests.
+    model: None for a further engine of the model that the last message had.
+    in_place: the only engine starts after the old one has ended, and takes over its requests.
+    engine: index of the new engine.
     """
 
     epoch: int
-    model: PreparedModel
+    model: PreparedModel | None
     in_place: bool
+    engine: int = 0
 
 
 class NextReady(msgspec.Struct, array_like=True, tag=44, frozen=True):
@@ -661,9 +671,16 @@ class NextReady(msgspec.Struct, array_like=True, tag=44, frozen=True):
 
 
 class SwitchEngine(msgspec.Struct, array_like=True, tag=45, frozen=True):
-    """Send new requests to this engine; open ones stay with the old engine if that still runs."""
+    """Send new requests to this engine; open ones stay with the old engine if that still runs.
+
+    engine: its index.
+    epochs: if several engines get another model, the epochs of all of them by index: from now on
+        no old engine gets new requests. Those of other indices start when the old ones have ended.
+    """
 
     epoch: int
+    engine: int = 0
+    epochs: tuple[int, ...] = ()
 
 
 class Switched(msgspec.Struct, array_like=True, tag=48, frozen=True):
@@ -681,9 +698,9 @@ class OldEngineIdle(msgspec.Struct, array_like=True, tag=46, frozen=True):
 
 
 class DropEngine(msgspec.Struct, array_like=True, tag=47, frozen=True):
-    """An engine other than the current one is gone: a new one that failed, or the old one.
+    """An engine other than the current ones is gone: a new one that failed, or an old one.
 
-    Its open requests are sent to the current engine.
+    Its open requests are sent to an engine of the same model.
     """
 
     epoch: int
@@ -696,7 +713,8 @@ class DaemonState(msgspec.Struct, frozen=True):
     source: the model as it was given on the command line, or to the last `tokend reload MODEL`.
     paths: of the files or folders of the model and of its draft model, absolute.
     count: completed reloads. under_way: a reload runs or is requested.
-    error: error of the last reload, or "". ending: the daemon drains or stops; it does not reload.
+    error: what the last reload has changed, and its error; or "". ending: the daemon drains or
+        stops; it does not reload.
     needs_key: clients need an API key. num_engines: that serve the model.
     """
 

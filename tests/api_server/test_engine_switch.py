@@ -37,11 +37,14 @@ LIMIT_SECONDS = 20
 
 
 class Case:
-    """A front end with an engine of epoch 1; the test acts as its supervisor."""
+    """A front end with an engine of epoch 1, or several; the test acts as its supervisor.
+
+    engines: by epoch.
+    """
 
     def __init__(self, front_end):
         self.front_end = front_end
-        self.engines = {1: front_end.engine}
+        self.engines = {each.epoch: each for each in front_end.engines}
         self.sent = front_end.supervisor.sent
         self.engine_switch = EngineSwitch(front_end.boot, front_end.app.state)
 
@@ -74,22 +77,22 @@ class Case:
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["token_ids"]
 
-    async def side_by_side(self, epoch, model):
+    async def side_by_side(self, epoch, model, index=0):
         """Prepare the next engine, up to the moment before the switch."""
         engine = self.start_engine(epoch)
-        self.engine_switch.prepare(NextEngine(epoch, model, in_place=False))
+        self.engine_switch.prepare(NextEngine(epoch, model, in_place=False, engine=index))
         engine.announce()
         assert await self.next() == NextReady(0, epoch)
         return engine
 
-    async def switch(self, epoch):
-        """Switch from the previous engine to the next one."""
-        self.engine_switch.switch(epoch)
+    async def switch(self, epoch, index=0, epochs=()):
+        """Switch from the previous engine to the next one, or all engines to these epochs."""
+        self.engine_switch.switch(epoch, index, epochs)
         assert await self.next() == Switched(0, epoch)
 
     async def close(self):
         for engine in self.engines.values():
-            if engine is not self.front_end.engine:
+            if engine not in self.front_end.engines:
                 await engine.close()
 
 
@@ -468,18 +471,19 @@ async def test_a_drain_waits_for_requests_at_both_engines(case, model):
 
 
 @asynccontextmanager
-async def inside(case, model):
-    """Start a request before the switch whose body arrives after it."""
+async def inside(case, model, epochs=()):
+    """Start a request before the switch whose body arrives after it. epochs: of all engines."""
     port = case.front_end.http.base_url.port
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
-    await case.side_by_side(2, model)
+    next_epoch = max(case.engines) + 1
+    await case.side_by_side(next_epoch, model)
     while not case.engine_switch.num_in_flight:
         await asyncio.sleep(0)
-    await case.switch(2)
-    assert case.sent.empty()
+    await case.switch(next_epoch, 0, epochs)
+    assert epochs or case.sent.empty()
     yield reader, lambda: writer.write(body)
     writer.close()
 

@@ -8,7 +8,6 @@ from proto.codec import changed
 from proto.errors import ModelError
 from proto.messages.lifecycle import (
     DropEngine,
-    EngineReady,
     FrontEndReady,
     NextEngine,
     NextReady,
@@ -23,13 +22,16 @@ from proto.runtime.process import describe
 from tests.fakes import lifecycle_messages
 from tests.fakes.reload_case import NEW, Case, roles
 
+for_one_and_several = pytest.mark.parametrize("num_engines", [1, 3])
+"""What holds before the first switch; test_reload_engines.py has what follows it."""
+
 
 def test_side_by_side() -> None:
     case = Case()
     case.start_reload()
     assert case.sent == [NextEngine(2, NEW, in_place=False)]
     assert roles(case.of_generation(2)) == ["worker", "worker", "engine_core"]
-    assert case.epochs.epoch == 1, "the old engine still serves"
+    assert case.epochs.epochs == [1], "the old engine still serves"
     case.receive(NextReady(1, 2))
     assert len(case.sent) == 1
     case.receive(NextReady(0, 2))
@@ -38,7 +40,8 @@ def test_side_by_side() -> None:
     assert case.ended == [], "new requests may still go to the old engine"
     case.receive(Switched(0, 2))
     assert case.ended == [("", False)]
-    assert (case.epochs.epoch, case.epochs.generation, case.epochs.models.model) == (2, 2, NEW)
+    assert (case.epochs.epochs, case.epochs.generations) == ([2], [2])
+    assert case.epochs.models.model == NEW
     assert not any(case.epochs.is_current(each) for each in case.of_generation(1))
     assert all(case.epochs.is_current(each) for each in case.of_generation(2) + case.front_ends)
     case.receive(OldEngineIdle(0, 1), OldEngineIdle(0, 1))
@@ -67,19 +70,22 @@ def test_processes_that_ignore_shutdown_are_killed() -> None:
     assert case.of_generation(1)[0].signals[-1] == signal.SIGKILL
 
 
-def test_a_new_generation_that_cannot_start_changes_nothing() -> None:
-    case = Case()
+@for_one_and_several
+def test_a_new_generation_that_cannot_start_changes_nothing(num_engines: int) -> None:
+    case = Case(num_engines=num_engines)
     case.start_reload()
-    worker = case.of_generation(2)[0]
+    worker = case.of_generation(case.first)[0]
     assert case.report_death(worker, ModelError("config.json: no"))
-    assert case.ended == [("config.json: no", False)]
-    assert case.sent[-1] == DropEngine(2)
-    case.end_generation(2)
-    assert (case.epochs.epoch, case.epochs.models.model) == (1, lifecycle_messages.model())
-    case.switch(2)
-    assert SwitchEngine(2) not in case.sent, "late messages are ignored"
+    assert case.ended == [(case.named("config.json: no"), False)]
+    assert case.num_new == [0]
+    assert case.sent[-1] == DropEngine(case.first)
+    case.end_generation(case.first)
+    assert case.epochs.epochs == [*range(1, case.first)]
+    assert case.epochs.models.model == lifecycle_messages.model()
+    case.switch(case.first)
+    assert case.sent[-1] == DropEngine(case.first), "late messages are ignored"
     case.start_reload()
-    assert case.sent[-1] == NextEngine(3, NEW, in_place=False)
+    assert case.sent[-1] == NextEngine(case.first + 1, NEW, in_place=False)
 
 
 def test_an_unexpected_death_is_reported_with_its_traceback() -> None:
@@ -92,33 +98,38 @@ def test_an_unexpected_death_is_reported_with_its_traceback() -> None:
     assert others == ["  ValueError: x"]
 
 
-def test_a_model_that_a_front_end_cannot_load_changes_nothing() -> None:
-    case = Case()
+@for_one_and_several
+def test_a_model_that_a_front_end_cannot_load_changes_nothing(num_engines: int) -> None:
+    case = Case(num_engines=num_engines)
     case.start_reload()
-    case.receive(NextReady(0, 2), NextReady(1, 2, describe(ModelError("tokenizer.json: no"))))
-    assert case.ended == [("tokenizer.json: no", False)]
-    assert all(each.shutdown_requested for each in case.of_generation(2))
+    error = describe(ModelError("tokenizer.json: no"))
+    case.receive(NextReady(0, case.first), NextReady(1, case.first, error))
+    assert case.ended == [(case.named("tokenizer.json: no"), False)]
+    assert all(each.shutdown_requested for each in case.of_generation(case.first))
 
 
-def test_an_invalid_message_of_the_new_generation_changes_nothing() -> None:
-    case = Case()
+@for_one_and_several
+def test_an_invalid_message_of_the_new_generation_changes_nothing(num_engines: int) -> None:
+    case = Case(num_engines=num_engines)
     case.start_reload()
-    case.receive(ProtocolViolation("worker", 0, 1, "it sends garbage"))
-    assert case.ended == [], "it was sent by the serving generation"
-    case.receive(ProtocolViolation("worker", 0, 2, "it sends garbage"))
-    assert case.ended == [("one of its processes sent an invalid message", False)]
-    case.end_generation(2)
-    assert case.sent[-1] == DropEngine(2)
+    for epoch in range(1, case.first):
+        case.receive(ProtocolViolation("worker", 0, epoch, "it sends garbage"))
+    assert case.ended == [], "it was sent by an engine that serves"
+    case.receive(ProtocolViolation("worker", 0, case.first, "it sends garbage"))
+    assert case.ended == [(case.named("one of its processes sent an invalid message"), False)]
+    case.end_generation(case.first)
+    assert case.sent[-1] == DropEngine(case.first)
 
 
-def test_a_new_generation_that_is_never_ready_is_abandoned() -> None:
-    case = Case()
+@for_one_and_several
+def test_a_new_generation_that_is_never_ready_is_abandoned(num_engines: int) -> None:
+    case = Case(num_engines=num_engines)
     case.start_reload()
-    case.receive(NextReady(0, 2))
+    case.receive(NextReady(0, case.first))
     assert case.reload.seconds_to_next_step() == 600.0
     case.now += 600.0
     case.reload.advance()
-    assert case.ended == [("it was not ready after 600 s", False)]
+    assert case.ended == [(case.named("it was not ready after 600 s"), False)]
 
 
 def test_a_model_that_cannot_be_prepared_changes_nothing() -> None:
@@ -128,41 +139,45 @@ def test_a_model_that_cannot_be_prepared_changes_nothing() -> None:
     assert (case.sent, case.preparations) == ([], [])
 
 
+@for_one_and_several
 @pytest.mark.parametrize("dies", ["front end", "engine"])
-def test_a_death_before_the_switch_postpones_the_reload(dies: str) -> None:
+def test_a_death_before_the_switch_postpones_the_reload(dies: str, num_engines: int) -> None:
     """A serving process dies; the reload is retried once all processes are back."""
-    case = Case()
+    case = Case(num_engines=num_engines)
     case.start_reload()
-    dead = case.front_ends[1] if dies == "front end" else case.of_generation(1)[2]
+    last = case.of_generation(num_engines)[2]
+    dead = case.front_ends[1] if dies == "front end" else last
     assert not case.report_death(dead), "the recovery handles it"
     case.recovery.note_death(dead)
-    assert case.ended == [(f"{dead.name} died meanwhile", True)]
-    case.end_generation(2)
+    assert case.ended == [(case.named(f"{dead.name} died meanwhile"), True)]
+    case.end_generation(case.first)
     assert case.num_begun == 1
-    case.recovery.pop_due_restarts(case.of_generation(1))
-    back = FrontEndReady(1) if dies == "front end" else EngineReady(1, 3, 1, 1, 1, 1, "x")
-    case.recovery.note_message(back)
+    case.recovery.pop_due_restarts(case.current())
+    engine = lifecycle_messages.engine_ready(epoch=case.epochs.epochs[-1])
+    case.recovery.note_message(FrontEndReady(1) if dies == "front end" else engine)
     case.reload.advance()
     assert case.num_begun == 2
 
 
-def test_a_pause_before_the_switch_postpones_the_reload() -> None:
+@for_one_and_several
+def test_a_pause_before_the_switch_postpones_the_reload(num_engines: int) -> None:
     """The next new engine boots in the paused state."""
-    case = Case()
+    case = Case(num_engines=num_engines)
     case.start_reload()
     case.receive(Paused(None))
     assert case.ended == [], "the pause state has not changed"
     case.receive(paused := Paused("finish_running"))
     case.recovery.note_message(paused)
-    assert case.ended == [("the engine was paused or resumed meanwhile", True)]
-    case.end_generation(2)
+    assert case.ended == [(case.named("the engine was paused or resumed meanwhile"), True)]
+    case.end_generation(case.first)
     assert case.num_begun == 2
     case.preparations[0].outcome = NEW
     case.reload.advance()
     assert [each.pause_mode for each in case.boots[-3:]] == ["finish_running"] * 3
     case.receive(paused)
-    case.switch(3)
-    assert case.ended[1:] == [("", False)]
+    case.switch(case.first + 1)
+    assert case.epochs.epochs[0] == case.first + 1
+    assert case.ended[1:] == ([("", False)] if num_engines == 1 else [])
 
 
 def test_a_frozen_engine_is_replaced_in_place() -> None:
@@ -220,7 +235,7 @@ def test_the_switch_waits_until_all_processes_are_back() -> None:
     case.receive(NextReady(0, 2), NextReady(1, 2))
     assert SwitchEngine(2) not in case.sent
     case.recovery.pop_due_restarts([])
-    case.recovery.note_message(WorkersReady(case.epochs.worker_epoch))
+    case.recovery.note_message(WorkersReady(case.epochs.worker_epochs[0]))
     case.reload.advance()
     assert case.sent[-1] == SwitchEngine(2)
 

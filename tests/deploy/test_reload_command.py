@@ -59,12 +59,13 @@ def test_a_daemon_that_drains_is_not_waited_for(begin: Start) -> None:
     assert daemon.process.poll() is None
 
 
-def test_a_daemon_with_several_engines_is_not_reloaded(begin: Start) -> None:
-    daemon = begin("data_parallel_size=2")
-    with pytest.raises(TokendError, match=r"several engines \(--data-parallel-size\)"):
-        reload([], at([str(daemon.run_parent)]))
-    assert daemon.process.poll() is None
-    assert "reload" not in daemon.text
+def test_the_command_says_how_many_of_several_engines_are_new(
+    begin: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = begin("data_parallel_size=2", "engine_core=bad_model_of_1")
+    assert reload([], at([str(daemon.run_parent)])) == 1
+    said = "1 of 2 engines is new: engine 1: config.json asks for rope type 'moebius'"
+    assert capsys.readouterr().err == f"tokend: the reload failed, {said}\n"
 
 
 @pytest.mark.parametrize(

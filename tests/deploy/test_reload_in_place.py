@@ -35,7 +35,7 @@ def test_in_place_returns_to_the_old_model_if_the_new_one_fails() -> None:
     assert (other.shutdown_requested, engine.shutdown_requested) == (True, True)
     case.end_generation(2)
     assert roles(case.of_generation(3)) == ["worker", "worker", "engine_core"]
-    assert (case.epochs.models.model, case.epochs.generation) == (lifecycle_messages.model(), 3)
+    assert (case.epochs.models.model, case.epochs.generations) == (lifecycle_messages.model(), [3])
     assert not case.report_death(case.of_generation(3)[0]), "there is no other model to return to"
 
 

@@ -8,11 +8,19 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
+from deploy.supervisor.epochs import ServedModels
 from deploy.supervisor.reload.actions import ReloadActions
 from proto.errors import ModelError
 from proto.runtime.host_resources import resident_memory
 from proto.runtime.sockets import Poller
-from proto.settings.config import GIB, CacheConfig, DeviceConfig, ModelConfig, ServeConfig
+from proto.settings.config import (
+    GIB,
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    ServeConfig,
+)
 from tests.fakes import lifecycle_messages
 from tests.fakes.kv_events import events_config
 
@@ -39,11 +47,13 @@ def machine(root: Path, free: int) -> Path:
 
 def actions(root: Path, config: ServeConfig) -> ReloadActions:
     engine = lifecycle_messages.engine_ready(kv_cache_bytes=POOL)
-    children = SimpleNamespace(running=[Worker(7), Worker(8, "api_server")])
+    workers = [Worker(7)] * config.parallel.data_parallel_size
+    children = SimpleNamespace(running=[*workers, Worker(8, "api_server")])
     launch, readiness = SimpleNamespace(config=config), SimpleNamespace(engine=engine)
     return ReloadActions(launch, children, Poller(), readiness, root)
 
 
+@pytest.mark.parametrize("num_engines", [1, 3])
 @pytest.mark.parametrize(
     ("cache", "needed"),
     [
@@ -53,10 +63,13 @@ def actions(root: Path, config: ServeConfig) -> ReloadActions:
     ],
 )
 def test_two_generations_fit_if_as_much_memory_is_free_as_used(
-    tmp_path: Path, cache: CacheConfig, needed: int
+    tmp_path: Path, cache: CacheConfig, needed: int, num_engines: int
 ) -> None:
-    """Three quarters of the free memory must be half of a pool whose size is not set."""
-    config = ServeConfig(cache=cache)
+    """Three quarters of the free memory must be half of a pool whose size is not set.
+
+    Of several engines one at a time is replaced.
+    """
+    config = ServeConfig(cache=cache, parallel=ParallelConfig(data_parallel_size=num_engines))
     assert actions(machine(tmp_path / "enough", needed + 1024), config).two_generations_fit(
         MODEL, MODEL
     )
@@ -95,6 +108,18 @@ def test_flags_of_a_model_do_not_go_with_another(flag: str, tmp_path: Path) -> N
     with pytest.raises(ModelError, match="--max-model-len"):
         long.check_model(MODEL, other)
     actions(tmp_path, ServeConfig()).check_model(MODEL, other)
+
+
+def test_a_model_is_unchanged_if_its_folder_and_that_of_its_draft_model_are(tmp_path: Path) -> None:
+    """Every change of a file brings another prepared folder, except of files of flags."""
+    changed = structs.replace(MODEL, folder="/changed")
+    found = actions(tmp_path, ServeConfig())
+    assert found.is_unchanged(ServedModels(MODEL, MODEL), ServedModels(MODEL, MODEL))
+    assert not found.is_unchanged(ServedModels(MODEL), ServedModels(changed))
+    assert not found.is_unchanged(ServedModels(MODEL, MODEL), ServedModels(MODEL, changed))
+    for flag in ("tokenizer", "chat_template"):
+        bound = actions(tmp_path, ServeConfig(model=ModelConfig(**{flag: "/mine"})))
+        assert not bound.is_unchanged(ServedModels(MODEL), ServedModels(MODEL))
 
 
 def test_free_memory_of_a_gpu_is_unknown(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import signal
 import psutil
 import pytest
 
-from tests.fakes.supervised import Start
+from tests.fakes.supervised import FakeDaemon, Start, eventually
 
 TITLES = ("worker 0", "worker 1", "engine 0", "engine 1", "api 0")
 
@@ -117,16 +117,97 @@ def test_an_engine_that_cannot_start_does_not_end_another_one(start: Start) -> N
     assert daemon.wait_exit() == 0, daemon.text
 
 
-def test_several_engines_are_not_reloaded(start: Start) -> None:
-    daemon = start("data_parallel_size=2")
+# ---- Reload ----
+
+DONE = "tokend reloaded after"
+FAILED = (
+    "tokend: the reload failed, 1 of 2 engines is new: engine 1: config.json asks for rope type"
+)
+
+
+def reload(start: Start, *choices: str) -> tuple[FakeDaemon, dict[str, psutil.Process]]:
+    """Request a reload of two engines; return the daemon and its processes before."""
+    daemon = start("data_parallel_size=2", *choices)
     daemon.wait_ready()
     before = daemon.titled(*TITLES)
     daemon.process.send_signal(signal.SIGHUP)
-    daemon.wait_for("the daemon has several engines (--data-parallel-size), which are not reloaded")
-    assert changed(before, daemon.titled(*TITLES)) == set()
-    assert "NextEngine" not in daemon.text
+    return daemon, before
+
+
+def settled(daemon: FakeDaemon, number: int = len(TITLES)) -> dict[str, psutil.Process]:
+    """Return the processes by title, when the old ones have ended. number: of processes."""
+    assert eventually(lambda: len(psutil.Process(daemon.process.pid).children()) == number)
+    assert "it is restarted\n" not in daemon.text
+    return daemon.titled(*TITLES)
+
+
+def in_order(text: str, *parts: str) -> bool:
+    positions = [text.index(each) for each in parts]
+    return positions == sorted(positions)
+
+
+@pytest.mark.parametrize("strategy", ["side-by-side", "in-place"])
+def test_engines_are_reloaded_one_after_the_other(start: Start, strategy: str) -> None:
+    daemon, before = reload(start, f"reload_strategy={strategy}")
+    daemon.wait_for(DONE)
+    after = settled(daemon)
+    assert changed(before, after) == set(TITLES) - {"api 0"}
+    switches = re.findall(r"SwitchEngine\(epoch=(\d+), engine=(\d), epochs=\(\)\)", daemon.text)
+    taken_away = re.findall(r"NewEngine\(epoch=(\d+), .*died=False, engine=(\d)", daemon.text)
+    if strategy == "side-by-side":
+        assert (switches, taken_away) == ([("3", "0"), ("4", "1")], [])
+    else:
+        assert (switches, taken_away) == ([("4", "0"), ("6", "1")], [("3", "0"), ("5", "1")])
+    after["engine 1"].kill()
+    daemon.wait_for("engine 1 is back after")
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0, daemon.text
+
+
+def test_the_next_engine_waits_for_requests_of_the_last_one(start: Start) -> None:
+    daemon, before = reload(start, "api_server=busy")
+    daemon.wait_for("api 0: received SwitchEngine(epoch=3, engine=0, epochs=())")
+    assert before["engine 0"].is_running()
+    assert "SwitchEngine(epoch=4" not in daemon.text
+    before["api 0"].send_signal(signal.SIGUSR2)
+    daemon.wait_for("api 0: received SwitchEngine(epoch=4, engine=1, epochs=())", DONE)
+    assert changed(before, settled(daemon)) == set(TITLES) - {"api 0"}
+
+
+def test_a_later_engine_that_cannot_start_is_named(start: Start) -> None:
+    daemon, before = reload(start, "engine_core=bad_model_of_1")
+    daemon.wait_for(FAILED)
+    assert changed(before, settled(daemon)) == {"engine 0", "worker 0"}
+
+
+def test_a_changed_model_is_switched_to_at_once(start: Start) -> None:
+    daemon, before = reload(start, "model=changed")
+    daemon.wait_for(DONE, "api 0: received SwitchEngine(epoch=3, engine=0, epochs=(3, 4))")
+    assert changed(before, settled(daemon)) == set(TITLES) - {"api 0"}
+    assert in_order(daemon.text, "epochs=(3, 4)", "engine 1: incarnation 1, epochs 4 and 4", DONE)
+    assert "NotReady(what='engine 1 is being reloaded', since=" in daemon.text
+    assert "received Restarted" not in daemon.text
+    daemon.wait_for("api 0: received HealthStatus(reasons=())")
+
+
+def test_a_later_engine_that_cannot_load_a_changed_model_rests(start: Start) -> None:
+    """A later reload does not wait for it, and begins with it."""
+    daemon, before = reload(start, "model=changed", "engine_core=bad_model_of_1")
+    daemon.wait_for(FAILED, "NotReady(what='engine 1 rests before its next restart'")
+    remaining = [title for title in TITLES if title != "engine 1"]
+    assert changed(before, daemon.titled(*remaining)) == {"engine 0", "worker 0", "worker 1"}
+    daemon.process.send_signal(signal.SIGHUP)
+    daemon.wait_for("tokend: the reload failed, nothing has changed: engine 1: config.json asks")
+
+
+def test_an_old_engine_that_dies_is_followed_by_the_new_model(start: Start) -> None:
+    daemon, before = reload(start, "model=changed", "api_server=busy")
+    daemon.wait_for(DONE)
+    before["engine 0"].kill()
+    daemon.wait_for("api 0: received DropEngine(epoch=1)")
+    assert changed(before, settled(daemon)) == set(TITLES) - {"api 0"}
 
 
 def changed(before: dict[str, psutil.Process], after: dict[str, psutil.Process]) -> set[str]:
     """Return the titles of processes that were replaced."""
-    return {title for title in TITLES if before[title].pid != after[title].pid}
+    return {title for title in after if before[title].pid != after[title].pid}

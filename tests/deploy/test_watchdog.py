@@ -30,10 +30,11 @@ class Child:
     exit_status = None
     fatal_error = None
 
-    def __init__(self, role: Role, index: int = 0, generation: int = 1) -> None:
-        self.role, self.index, self.generation, self.pid = role, index, generation, 7
+    def __init__(self, role: Role, index: int = 0, generation: int = 0) -> None:
+        self.role, self.index, self.pid = role, index, 7
         self.name = process_name(role, index)
         self.engine = None if role == "api_server" else index // 2 if role == "worker" else index
+        self.generation = generation or 1 + (self.engine or 0)
         self.messages: list[Any] = []
         self.actions: list[str] = []
         self.ended = False
@@ -195,10 +196,11 @@ def switch_generation(daemon: Daemon) -> list[Child]:
     daemon.wait(1.0)
     old = [daemon.engine, daemon.children[0]]
     epochs = daemon.case.epochs
-    epochs.switch_to(epochs.next_generation(epochs.models))
-    new = [Child("worker", index, epochs.generation) for index in range(2)]
-    engine = Child("engine_core", 0, epochs.generation)
-    engine.answer = EngineAlive(epochs.worker_epoch, 100, ready=True)
+    epochs.switch_to(epochs.next_generation(epochs.models, 0), 0)
+    generation, *_ = epochs.generations
+    new = [Child("worker", index, generation) for index in range(2)]
+    engine = Child("engine_core", 0, generation)
+    engine.answer = EngineAlive(epochs.worker_epochs[0], 100, ready=True)
     daemon.children += [*new, engine]
     return old
 
@@ -258,7 +260,7 @@ def test_health_changes_are_sent_once_and_to_new_front_ends() -> None:
     assert daemon.children[3].of(HealthStatus) == daemon.children[4].of(HealthStatus) == reports
     daemon.case.due(0, 1, 3, 4)
     daemon.case.recovery.note_message(
-        lifecycle_messages.engine_ready(epoch=daemon.case.epochs.epoch)
+        lifecycle_messages.engine_ready(epoch=daemon.case.epochs.epochs[0])
     )
     daemon.wait(STEP)
     assert daemon.children[3].of(HealthStatus) == [*reports, HealthStatus()]

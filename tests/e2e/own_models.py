@@ -18,13 +18,17 @@ def save_qwen3(folder: Path) -> torch.nn.Module:
     return save_random(Qwen3Config, folder, head_dim=32)
 
 
-def greedy(daemon: Daemon, prompt: list[int], num_tokens: int) -> list[int]:
+def greedy(
+    daemon: Daemon, prompt: list[int], num_tokens: int, engine: int | None = None
+) -> list[int]:
+    """Return the tokens of an answer. engine: by index, None for any."""
     request = {
         "prompt": prompt,
         "max_tokens": num_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
+        "data_parallel_rank": engine,
     }
     response = httpx.post(f"{daemon.url}/v1/completions", json=request, timeout=60)
     assert response.status_code == 200, response.text

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from deploy.bench.processes import pids_by_title
 from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
 from tests.e2e.daemon import TOKEND, Daemon, eventually
 from tests.e2e.own_models import PROMPT, greedy, save_qwen3
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.suite("settings")
 BODIES = requests()[3:7]
 """Greedy and seeded, with a prefix that some share."""
 SMALL = ("--dtype", "float32", "--kv-cache-memory", "256M")
+TWO_ENGINES = ("--data-parallel-size", "2", "--cpu-threads", "1")
 
 
 @pytest.fixture(scope="module")
@@ -203,17 +205,99 @@ def test_reload_switches_to_another_model(
         assert "it is restarted" not in daemon.text
 
 
-def test_reload_uses_changed_files(tmp_path: Path) -> None:
+def at_engine_1(daemon: Daemon) -> httpx.AsyncClient:
+    headers = {"X-data-parallel-rank": "1"}
+    return httpx.AsyncClient(base_url=daemon.url, timeout=120, headers=headers)
+
+
+def are_reloaded(daemon: Daemon, before: dict[str, int]) -> bool:
+    """The front end is unchanged; engines and workers are new and as many as before."""
+    after = pids_by_title(daemon.pid)
+    titles = [f"tokend: {role} {index}" for role in ("engine", "worker") for index in range(2)]
+    new = [title for title in titles if before[title] != after.get(title, before[title])]
+    is_kept = before["tokend: api 0"] == after["tokend: api 0"]
+    return is_kept and new == titles and len(daemon.process_ids()) == 5
+
+
+@pytest.mark.parametrize("how", ["drains", "dies", "in-place"])
+def test_several_engines_are_reloaded_while_they_stream(how: str, expected: list[Stream]) -> None:
+    """The streams of a suspended engine stay there, or continue at another one with equal tokens:
+    if it dies, and if it ends because the reload is in place.
+    """
+
+    async def reload() -> list[Stream]:
+        worker = psutil.Process(before["tokend: worker 1"])
+        async with at_engine_1(daemon) as client:
+            async with suspended_streams(client, worker) as streams:
+                daemon.process.send_signal(signal.SIGHUP)
+                await printed(daemon, "tokend reloaded after", 1)
+                late = await Stream(BODIES[0]).run(client)
+                if how == "dies":
+                    psutil.Process(before["tokend: engine 1"]).kill()
+            return [*streams, late]
+
+    strategy = "in-place" if how == "in-place" else "side-by-side"
+    with Daemon(*SMALL, *TWO_ENGINES, "--reload-strategy", strategy) as daemon:
+        before = pids_by_title(daemon.pid)
+        for was, now in zip([*expected, expected[0]], asyncio.run(reload()), strict=True):
+            assert_same(was, now)
+        assert eventually(lambda: are_reloaded(daemon, before))
+        assert "it is restarted" not in daemon.text
+        assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
+        assert httpx.get(f"{daemon.url}/health/ready").json()["missing_engines"] == {}
+
+
+@pytest.mark.parametrize("strategy", ["side-by-side", "in-place"])
+def test_several_engines_switch_to_another_model(
+    strategy: str, expected: list[Stream], tmp_path: Path
+) -> None:
+    """New requests are answered by the new model alone, while streams finish on the old one."""
+    model = save_qwen3(tmp_path / "mine")
+
+    async def served_name(client: httpx.AsyncClient) -> str:
+        return str((await client.get("/v1/models")).json()["data"][0]["id"])
+
+    async def switch() -> list[Stream]:
+        worker = psutil.Process(before["tokend: worker 1"])
+        async with at_engine_1(daemon) as client, asyncio.timeout(120):
+            async with suspended_streams(client, worker) as streams:
+                command = asyncio.create_task(
+                    asyncio.to_thread(reload_command, daemon, str(tmp_path / "mine"))
+                )
+                while await served_name(client) != "mine":
+                    await asyncio.sleep(0.02)
+                answers = [await asyncio.to_thread(greedy, daemon, PROMPT, 12) for _ in range(3)]
+                reference.assert_greedy([(PROMPT, answer) for answer in answers])
+                assert not command.done(), "engine 1 still has streams of the old model"
+            done = await command
+            assert done.stdout == "reloaded: the model is mine now\n", done.stderr
+            return streams
+
+    reference = Reference(model, None)
+    with Daemon(*SMALL, *TWO_ENGINES, "--reload-strategy", strategy) as daemon:
+        before = pids_by_title(daemon.pid)
+        for was, now in zip(expected, asyncio.run(switch()), strict=True):
+            assert_same(was, now)
+        reference.assert_greedy([(PROMPT, greedy(daemon, PROMPT, 12, each)) for each in range(2)])
+        assert eventually(lambda: are_reloaded(daemon, before))
+        assert "it is restarted" not in daemon.text
+
+
+@pytest.mark.parametrize("flags", [(), TWO_ENGINES])
+def test_reload_uses_changed_files(flags: tuple[str, ...], tmp_path: Path) -> None:
     """A broken folder changes nothing; other weights and another tokenizer are used."""
 
     def reload() -> subprocess.CompletedProcess[str]:
         return reload_command(daemon)
 
+    def answers() -> list[tuple[list[int], list[int]]]:
+        return [(PROMPT, greedy(daemon, PROMPT, 12, each)) for each in range(2 if flags else 1)]
+
     folder = tmp_path / "mine"
     model = save_qwen3(folder)
     before = Reference(model, None)
-    with Daemon(str(folder), *SMALL) as daemon:
-        pids = {each.pid for each in daemon.processes().values()}
+    with Daemon(str(folder), *SMALL, *flags) as daemon:
+        pids = daemon.process_ids()
         config = (folder / "config.json").read_text()
         for text in ("{", config.replace("Qwen3ForCausalLM", "AnotherForCausalLM")):
             (folder / "config.json").write_text(text)
@@ -221,8 +305,8 @@ def test_reload_uses_changed_files(tmp_path: Path) -> None:
             assert done.returncode == 1
             assert "the reload failed, nothing has changed: " in done.stderr
             assert "Traceback" not in done.stderr
-            before.assert_greedy([(PROMPT, greedy(daemon, PROMPT, 12))])
-        assert {each.pid for each in daemon.processes().values()} == pids
+            before.assert_greedy(answers())
+        assert daemon.process_ids() == pids
         (folder / "config.json").write_text(config)
         torch.manual_seed(5)
         with torch.no_grad():
@@ -231,4 +315,4 @@ def test_reload_uses_changed_files(tmp_path: Path) -> None:
         model.save_pretrained(folder)
         done = reload()
         assert (done.returncode, done.stdout) == (0, "reloaded\n"), done.stderr
-        Reference(model, None).assert_greedy([(PROMPT, greedy(daemon, PROMPT, 12))])
+        Reference(model, None).assert_greedy(answers())

@@ -2,8 +2,8 @@
 
 The behaviours may include the settings `max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X`,
 `reload_strategy=S`, `api_server_count=N` and `data_parallel_size=N`; `patience=X`, the seconds from
-Shutdown to SIGKILL; and `model=broken`, a model that a reload fails to prepare. Prints the ready
-line of `tokend serve` and ends like it.
+Shutdown to SIGKILL; and `model=broken`, a model that a reload fails to prepare, or `model=changed`,
+one whose files a reload finds changed. Prints the ready line of `tokend serve` and ends like it.
 """
 
 import os
@@ -17,7 +17,7 @@ from deploy.notify import SystemdNotifier
 from deploy.supervisor.launch import Launch, listen, url_of
 from deploy.supervisor.shutdown import ON_REQUEST, ShutdownLimits
 from deploy.supervisor.supervisor import Supervisor
-from proto.codec import to_json_line
+from proto.codec import changed, to_json_line
 from proto.messages.lifecycle import PhaseClock
 from proto.messages.prepared_model import PreparedModel
 from proto.settings.config import FrontEndConfig, ParallelConfig, ReliabilityConfig, ServeConfig
@@ -35,7 +35,7 @@ def main(run_parent: str, choices: list[str]) -> int:
         reload_strategy=behaviours.pop("reload_strategy", "side-by-side"),  # type: ignore[arg-type]
     )
     seconds = float(behaviours.pop("patience", ON_REQUEST.until_kill))
-    broken = behaviours.pop("model", "") == "broken"
+    state = behaviours.pop("model", "")
     frontend = FrontEndConfig(api_server_count=int(behaviours.pop("api_server_count", 1)))
     parallel = ParallelConfig(data_parallel_size=int(behaviours.pop("data_parallel_size", 1)))
     config = ServeConfig(reliability=reliability, frontend=frontend, parallel=parallel)
@@ -55,8 +55,10 @@ def main(run_parent: str, choices: list[str]) -> int:
     display = open_display(sys.stderr, "text", notifier)
 
     commands = {role: (sys.executable, "-P", FAKE, behaviours[role]) for role in ROLES}
+    broken = state == "broken"
     script = "sys.exit('tokend: the model is broken')" if broken else "print(sys.argv[1])"
-    prepare = (sys.executable, "-c", f"import sys; {script}", to_json_line(model).decode())
+    found = changed(model, folder="/changed") if state == "changed" else model
+    prepare = (sys.executable, "-c", f"import sys; {script}", to_json_line(found).decode())
     launch = Launch(
         config=config,
         model=model,

@@ -116,7 +116,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
 
 
 class FrontEnd:
-    """The replies of a front end; `busy` ones have two requests at their first engine."""
+    """The replies of a front end; `busy` ones have two requests at engine 0 of the start."""
 
     def __init__(self, boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         self.boot = boot
@@ -124,7 +124,7 @@ class FrontEnd:
         self.wants_drain = behaviour == "asked_to_drain"
         self.wants_aborts = behaviour == "asked_to_abort"
         self.num_requests = 2 if behaviour == "busy" and not boot.incarnation else 0
-        self.epoch = boot.epoch
+        self.epochs = list(boot.engine_epochs)
         self.next_engines: list[NextEngine] = []
         self.when_idle: list[Message] = []
         if behaviour in ("busy", "asked_to_drain", "asked_to_abort"):
@@ -155,13 +155,19 @@ class FrontEnd:
             self.next_engines = [message]
         elif isinstance(message, DropEngine):
             self.next_engines = []
-        elif isinstance(message, SwitchEngine) and message.epoch != self.epoch:
-            self.when_idle, self.epoch = [OldEngineIdle(index, self.epoch)], message.epoch
-            self.supervisor.send(Switched(index, self.epoch))
-            if not self.num_requests:
-                self.supervisor.send(self.when_idle.pop())
+        elif isinstance(message, SwitchEngine) and message.epoch not in self.epochs:
+            old = self.epochs.copy()
+            self.epochs[message.engine] = message.epoch
+            self.epochs = list(message.epochs) or self.epochs
+            self.supervisor.send(Switched(index, message.epoch))
+            for epoch in set(old) - set(self.epochs):
+                idle = OldEngineIdle(index, epoch)
+                if self.num_requests and epoch == self.boot.epoch:
+                    self.when_idle = [idle]
+                else:
+                    self.supervisor.send(idle)
         elif isinstance(message, NewEngine):
-            self.epoch = message.epoch
+            self.epochs[message.engine] = message.epoch
 
 
 def ready_file(run_dir: str, epoch: int) -> str:

@@ -3,14 +3,22 @@
 import signal
 from dataclasses import dataclass, field
 
-from deploy.supervisor.epochs import EpochCounter, ServedModels
+from deploy.supervisor.epochs import Announcement, EpochCounter, ServedModels
 from deploy.supervisor.recovery import Recovery
 from deploy.supervisor.reload.phases import ReloadContext
 from deploy.supervisor.reload.reload import Reload
 from proto import PROTOCOL_VERSION
 from proto.codec import Message, changed
 from proto.errors import ErrorInfo, ModelError
-from proto.messages.lifecycle import NextReady, ProcessBoot, Role, Switched, process_name
+from proto.messages.lifecycle import (
+    NextReady,
+    OldEngineIdle,
+    ProcessBoot,
+    Role,
+    Switched,
+    WorkersReady,
+    process_name,
+)
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.process import describe
 from proto.settings.config import FrontEndConfig, ParallelConfig, ServeConfig
@@ -34,7 +42,9 @@ class Process:
 
     @property
     def engine(self) -> int | None:
-        return None if self.role == "api_server" else 0
+        if self.role == "api_server":
+            return None
+        return self.index // 2 if self.role == "worker" else self.index
 
     @property
     def name(self) -> str:
@@ -67,12 +77,17 @@ class Preparation:
 
 
 class Case:
-    """A reload with fake processes: two front ends, two workers and one engine."""
+    """A reload with fake processes: two front ends, and engines with two workers each.
 
-    def __init__(self, strategy: str = "side-by-side") -> None:
+    first: the epoch of the first new engine.
+    """
+
+    def __init__(self, strategy: str = "side-by-side", num_engines: int = 1) -> None:
         self.now = 1000.0
+        self.first = num_engines + 1
+        self.num_engines = num_engines
         config = ServeConfig(
-            parallel=ParallelConfig(tensor_parallel_size=2),
+            parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=num_engines),
             frontend=FrontEndConfig(api_server_count=2),
         )
         template = ProcessBoot(
@@ -92,12 +107,16 @@ class Case:
         self.running: list[Process] = []
         self.boots: list[ProcessBoot] = []
         self.front_ends = [Process("api_server", each, 1) for each in range(2)]
-        for role, index in (("worker", 0), ("worker", 1), ("engine_core", 0)):
-            self.start(self.epochs.make_boot(role, index))
+        for engine in range(num_engines):
+            for index in self.epochs.workers_of(engine):
+                self.start(self.epochs.make_boot("worker", index))
+            self.start(self.epochs.make_boot("engine_core", engine))
         for each in range(2):
             self.epochs.make_boot("api_server", each)
         self.sent: list[Message] = []
+        self.announced: list[Announcement] = []
         self.ended: list[tuple[str, bool]] = []
+        self.num_new: list[int] = []
         self.reasons: list[str] = []
         self.num_begun = 0
         self.source = "model"
@@ -124,6 +143,9 @@ class Case:
     def check_model(self, old: PreparedModel, new: PreparedModel) -> None:
         if new.name == "unfit":
             raise ModelError("the flags do not go with it")
+
+    def is_unchanged(self, old: ServedModels, new: ServedModels) -> bool:
+        return old.folders == new.folders
 
     def served_name(self, model: PreparedModel) -> str:
         return model.name
@@ -159,6 +181,7 @@ class Case:
     def report_end(
         self,
         error: str,
+        num_new: int,
         seconds: float,
         model: str,
         source: str,
@@ -168,6 +191,11 @@ class Case:
     ) -> None:
         self.names.append(model)
         self.ended.append((error, another))
+        self.num_new.append(num_new)
+
+    def named(self, text: str) -> str:
+        """Return an error as it is reported of engine 0."""
+        return text if self.num_engines == 1 else f"engine 0: {text}"
 
     # events
 
@@ -198,6 +226,30 @@ class Case:
         owned = self.reload.note_death(dead)
         self.reload.advance()
         return owned
+
+    def become_idle(self, epoch: int) -> None:
+        """Report that no front end has requests at an old engine."""
+        self.receive(OldEngineIdle(0, epoch), OldEngineIdle(1, epoch))
+
+    def run_recovery(self) -> list[int]:
+        """Start the processes that are due; return the epochs of engines among them."""
+        found = []
+        for plan in self.recovery.pop_due_restarts(self.current()):
+            self.announced += plan.announcements
+            for boot in plan.boots:
+                self.start(boot)
+                found += [boot.epoch] if boot.role == "engine_core" else []
+        return found
+
+    def current(self) -> list[Process]:
+        return [each for each in self.running if self.epochs.is_current(each)]
+
+    def report_ready(self, epoch: int) -> None:
+        """Report that an engine of the recovery, and its workers, are ready."""
+        for message in (lifecycle_messages.engine_ready(epoch=epoch), WorkersReady(epoch)):
+            self.reload.note_message(message)
+            self.recovery.note_message(message)
+        self.reload.advance()
 
     def end_generation(self, generation: int) -> None:
         """End all processes of a generation, whose shutdown was requested."""

@@ -508,6 +508,14 @@ API_SERVER = (
         ("tests/api_server/test_engine_restart.py",),
     ),
     Fault(
+        "takeover_by_another_model",
+        "api_server/engine/engine_client.py",
+        "        if request.model != self._model:\n            old =",
+        "        if not request:\n            old =",
+        "When an old engine dies during a reload, another model continues its answers.",
+        ("tests/api_server/engine/test_engine_reload.py",),
+    ),
+    Fault(
         "stop_string_cut_late",
         "api_server/text/stop_strings.py",
         "else end - len(stop)], stop",

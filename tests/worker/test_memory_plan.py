@@ -453,6 +453,8 @@ def test_engines_share_the_memory_and_the_cores_of_a_machine(
     assert shared.weights == alone.weights
     assert shared.pool_bytes < alone.pool_bytes / 4
     assert "memory of this machine for each of 4 engines" in "\n".join(shared.table())
+    later = CpuDevice(four.device, root, parallel=four.parallel, starts_alone=True)
+    assert plan_memory(four, prepared, later).free == alone.free, "the others have theirs"
     sized = config_of("--data-parallel-size", "4", "--kv-cache-memory", "1G")
     plan = plan_memory(sized, prepared, cpu_of(sized, root))
     assert GIB - plan.block_bytes < plan.pool_bytes <= GIB

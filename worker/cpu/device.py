@@ -67,9 +67,10 @@ class CpuDevice(HostDevice):
         root: Path = Path("/"),
         *,
         parallel: ParallelConfig = ALONE,
+        starts_alone: bool = False,
         kernels: Kernels | None = None,
     ) -> None:
-        super().__init__(config, root, parallel=parallel)
+        super().__init__(config, root, parallel=parallel, starts_alone=starts_alone)
         self._kernels = kernels or load_kernels()
         self._limit = "" if config.cpu_kernels == "auto" else config.cpu_kernels
         for variant in machine_variants():

@@ -66,7 +66,8 @@ class HostDevice(Device):
     """A device that computes in the host's memory, one step at a time.
 
     root: folder with the `proc` and `sys` trees that describe the machine. parallel: the workers
-    that share its cores, and the engines that share its memory.
+    that share its cores, and the engines that share its memory. starts_alone: the others have taken
+    what they need of the memory.
     """
 
     torch_device = torch.device("cpu")
@@ -81,11 +82,16 @@ class HostDevice(Device):
     drafts_on_ranks = True
 
     def __init__(
-        self, config: DeviceConfig, root: Path = Path("/"), *, parallel: ParallelConfig = ALONE
+        self,
+        config: DeviceConfig,
+        root: Path = Path("/"),
+        *,
+        parallel: ParallelConfig = ALONE,
+        starts_alone: bool = False,
     ) -> None:
         self._root = root
         self._num_workers = parallel.num_workers
-        self._num_engines = parallel.data_parallel_size
+        self._num_engines = 1 if starts_alone else parallel.data_parallel_size
         self._model_name, self._flags = _read_cpuinfo(root)
         self.num_threads = config.cpu_threads or cores_of_worker(self._num_workers, root)
 

@@ -35,9 +35,10 @@ class ReferenceDevice(HostDevice):
         root: Path = Path("/"),
         *,
         parallel: ParallelConfig = ALONE,
+        starts_alone: bool = False,
         reason: str = "",
     ) -> None:
-        super().__init__(config, root, parallel=parallel)
+        super().__init__(config, root, parallel=parallel, starts_alone=starts_alone)
         self._reason = reason
         if reason:
             logger.warning("everything runs on the slow reference: %s", reason)

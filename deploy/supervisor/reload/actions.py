@@ -141,6 +141,14 @@ class ReloadActions:
                     f"{flag} {value} belongs to {old.name}: another model needs a restart"
                 )
 
+    def is_unchanged(self, old: ServedModels, new: ServedModels) -> bool:
+        """Whether two models are the same files as they were, tokenizer and template included.
+
+        Another file of a flag is not found, so those of flags always count as changed.
+        """
+        model = self._launch.config.model
+        return old.folders == new.folders and (model.tokenizer, model.chat_template) == (None, None)
+
     def served_name(self, model: PreparedModel) -> str:
         """Return the name of a model in the API."""
         return self._launch.config.model.served_names(model.name)[0]
@@ -151,13 +159,12 @@ class ReloadActions:
             self.source, self._revision = model, None
 
     def two_generations_fit(self, old: PreparedModel, new: PreparedModel) -> bool:
-        """Whether a second generation can run beside the current one.
+        """Whether a second generation of an engine can run beside the current one.
 
-        On a CPU, free memory must be at least what workers and KV pool use now, and more if the
-        files of another model are larger. A pool whose size
-        is not set takes a share of what is free then; it must not be smaller than half of the
-        current one. Always False on a GPU, whose free memory is unknown here, and with a fixed
-        endpoint for KV events.
+        On a CPU, free memory must be at least what workers and KV pool of one engine use now, and
+        more if the files of another model are larger. A pool whose size is not set takes a share of
+        what is free then; it must not be smaller than half of the current one. Always False on a
+        GPU, whose free memory is unknown here, and with a fixed endpoint for KV events.
         """
         config = self._launch.config
         cache = config.cache
@@ -167,6 +174,7 @@ class ReloadActions:
         pools = pool if cache.pool_setting else int(pool / 2 / DEFAULT_POOL_SHARE)
         workers = [child.pid for child in self._children.running if child.role == "worker"]
         memory = sum(resident_memory(pid, self._root) for pid in workers)
+        memory //= config.parallel.data_parallel_size
         if new.source != old.source:
             memory = int(memory * max(1.0, _num_bytes(new.source) / max(1, _num_bytes(old.source))))
         return available_memory(self._root) >= pools + memory

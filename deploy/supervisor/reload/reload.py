@@ -19,10 +19,6 @@ from proto.runtime.run_directory import replace_file, write_state
 
 _MODEL_FILE: Final = "reload-model"
 """Holds the model that `tokend reload MODEL` asks for."""
-SEVERAL_ENGINES: Final = (
-    "the daemon has several engines (--data-parallel-size), which are not reloaded so far: "
-    "it needs a restart"
-)
 
 
 def write_wanted_model(run_dir: str, model: str) -> None:
@@ -71,6 +67,7 @@ class ReloadReporter:
     def report_end(
         self,
         error: str,
+        num_new: int,
         seconds: float,
         model: str,
         source: str,
@@ -80,17 +77,21 @@ class ReloadReporter:
     ) -> None:
         """Report the end of a reload.
 
-        error: "" for success. model, source, paths: of the model that is served now, as in
-            DaemonState.
+        error: "" for success. num_new: engines that are new.
+        model, source, paths: of the model that is served now, as in DaemonState.
         another: whether one more reload follows.
         """
         self._count += 1
+        if error:
+            number = self._state.num_engines
+            new = f"{num_new} of {number} engines {'is' if num_new == 1 else 'are'} new"
+            error = f"{new if num_new else 'nothing has changed'}: {error}"
         switched = model != self._state.model
         self._state = changed(self._state, model=model, source=source, paths=paths)
         self._write_state(another, error)
         follows = "; another one follows" if another else ""
         if error:
-            what = f"the reload failed, nothing has changed: {error}{follows}"
+            what = f"the reload failed, {error}{follows}"
             self._display.notice(what, level="WARNING")
         else:
             now = f": the model is {model} now" if switched else ""
@@ -133,9 +134,6 @@ class Reload:
 
         model: to switch to; None for the one that is served, or that a waiting request named.
         """
-        if self._context.epochs.num_engines > 1:
-            self._reporter.report_delay(SEVERAL_ENGINES)
-            return
         self._wanted = model or self._wanted
         if not self._allowed:
             self._reporter.report_delay("the daemon is about to end: there is no reload")
@@ -184,12 +182,14 @@ class Reload:
     def cancel(self, reason: str) -> None:
         """Cancel the reload and refuse further ones, because the daemon shuts down."""
         self._allowed = self._requested = False
+        self._context.cancelled = reason
         self._enter(self._phase.cancel(reason))
         self._reporter.report_ending()
 
     def _begin(self) -> None:
         try:
             self._model, self._wanted = self._wanted, None
+            self._context.errors.clear()
             self._phase = PreparingModel(self._context, self._model)
         except OSError as error:
             self._context.conclude(f"no process could be started: {error.strerror}")
@@ -202,13 +202,14 @@ class Reload:
             outcome = self._context.outcomes.pop(0)
             if outcome.retry:
                 self._wanted = self._wanted or self._model
-            elif not outcome.error:
+            elif outcome.num_new:
                 self._context.actions.note_reloaded(self._model)
             self._requested = self._requested or (outcome.retry and self._allowed)
             seconds = self._context.clock() - self._begun_at
             models = self._context.epochs.models
             self._reporter.report_end(
                 outcome.error,
+                outcome.num_new,
                 seconds,
                 self._context.actions.served_name(models.model),
                 self._context.actions.source,

@@ -89,7 +89,7 @@ class Pair:
         def group(*, rank: int, **_: Any) -> Any:
             return self.ranks.group(rank, current.cuda.device)
 
-        def device(config: ServeConfig, rank: int) -> CudaDevice:
+        def device(config: ServeConfig, rank: int, starts_alone: bool) -> CudaDevice:
             return CudaDevice(CUDA, self.gpus[rank])
 
         monkeypatch.setattr(loaded_model, "load_model", load_model)
