@@ -93,11 +93,14 @@ def _facts_of_all_ranks(worker: WorkerReady) -> dict[str, object]:
 
 def weight_memory(workers: Sequence[WorkerReady]) -> tuple[WeightFormatMemory, ...]:
     """Return the memory of the weights by format, summed over all workers."""
-    total: Counter[str] = Counter()
+    total: Counter[tuple[str, bool]] = Counter()
     for worker in workers:
         for part in worker.weights:
-            total[part.form] += part.num_bytes
-    return tuple(WeightFormatMemory(form, num_bytes) for form, num_bytes in total.items())
+            total[part.form, part.is_shared] += part.num_bytes
+    return tuple(
+        WeightFormatMemory(form, num_bytes, is_shared)
+        for (form, is_shared), num_bytes in total.items()
+    )
 
 
 def _too_long(

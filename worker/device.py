@@ -8,7 +8,8 @@ it, and refuses settings that are impossible for it.
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
@@ -160,8 +161,22 @@ class Device(LayerDevice, BlockDevice):
         """
 
     @abstractmethod
-    def free_bytes(self, config: CacheConfig) -> int:
-        """Return the bytes that weights, steps and KV pool may take now."""
+    def free_bytes(self, config: CacheConfig, loaded_bytes: int = 0) -> int:
+        """Return the bytes that weights, steps and KV pool may take now.
+
+        loaded_bytes: of weights that are in memory already, and count as if they were not.
+        """
+
+    def shared_bytes(self, descriptor: int) -> int:
+        """Return the bytes of memory that a file takes in which `sharing_weights` loads weights."""
+        return 0
+
+    def weight_share(self, rank: int) -> float:
+        """Return the part of the weights of `WeightFormat.shared_forms` that one engine counts.
+
+        1 unless workers of several engines have them in the same memory. rank: of their workers.
+        """
+        return 1.0
 
     @abstractmethod
     def total_bytes(self) -> int:
@@ -192,6 +207,18 @@ class Device(LayerDevice, BlockDevice):
     @abstractmethod
     def weight_format(self, config: ServeConfig, prepared: PreparedModel) -> WeightFormat:
         """Return the format that a model's weights get."""
+
+    def sharing_weights(
+        self, descriptor: int, facts: Sequence[object], on_growth: Callable[[int], None]
+    ) -> AbstractContextManager[bool]:
+        """Return a context in which weights are loaded into a file that workers share.
+
+        Its value is whether they are; a worker that is not the first finds them there. Other
+        arguments as in worker.host.shared_weights.shared_weights.
+
+        facts: for JSON, all that weights depend on beside the device.
+        """
+        return nullcontext(False)
 
     def load_kernels(
         self,

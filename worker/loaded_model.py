@@ -9,6 +9,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -16,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from proto.codec import changed
+from proto.errors import ModelError
 from proto.messages.lifecycle import (
     KVCacheGeometry,
     Notice,
@@ -23,7 +25,7 @@ from proto.messages.lifecycle import (
     WeightFormatMemory,
     describe_weights,
 )
-from proto.messages.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel, file_stamp
 from proto.settings.config import LoRAConfig, ServeConfig, memory_size
 from proto.settings.kv_media_checks import kv_outlives_process
 from proto.settings.pooler_config import pooler_of
@@ -61,7 +63,13 @@ from worker.plan.draft_settings import (
     naming_draft,
     require_draft_model,
 )
-from worker.plan.memory_plan import MemoryPlan, layer_cache, max_logged_tokens, plan_memory
+from worker.plan.memory_plan import (
+    MemoryPlan,
+    can_share_weights,
+    layer_cache,
+    max_logged_tokens,
+    plan_memory,
+)
 from worker.plan.memory_refusal import refusal
 from worker.speculation.eagle_head import EagleHead, load_head, read_head
 from worker.step.adapter_store import AdapterStore
@@ -114,7 +122,7 @@ class LoadedModel:
     weights_hash: all weights, or the manifest's sample of them if no KV outlives the process.
     draft: the model that proposes drafts; None without one. adapters: those that requests may use;
     None without --enable-lora. vision: what encodes images, whole on each rank; None for a model
-    that reads none.
+    that reads none. shares_weights: whether packed weights are in memory that other workers read.
     """
 
     prepared: PreparedModel
@@ -133,6 +141,7 @@ class LoadedModel:
     draft: LoadedDraft | None = None
     adapters: AdapterStore | None = None
     vision: VisionEncoder | None = None
+    shares_weights: bool = False
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -143,10 +152,17 @@ class LoadedModel:
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:
         """Memory by format, that of a draft model included."""
-        memory = Counter(self.weight_format.memory)
+        formats = [self.weight_format]
         if self.draft is not None:
-            memory += self.draft.weight_format.memory
-        return tuple(WeightFormatMemory(*item) for item in memory.items())
+            formats.append(self.draft.weight_format)
+        memory = sum((each.memory for each in formats), Counter[str]())
+        shared = frozenset[str]()
+        if self.shares_weights:
+            shared = shared.union(*(each.shared_forms for each in formats))
+        return tuple(
+            WeightFormatMemory(form, num_bytes, form in shared)
+            for form, num_bytes in memory.items()
+        )
 
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
@@ -196,6 +212,7 @@ def load(
     *,
     must_fit: bool = True,
     draft: PreparedModel | None = None,
+    weights_fd: int | None = None,
 ) -> LoadedModel:
     """Load this rank's part of a model, and of the one that drafts for it.
 
@@ -204,13 +221,16 @@ def load(
     must_fit: raise ConfigError, before a weight is read, if the model does not fit into memory.
     draft: the model of --speculative-config. Raises ConfigError, before a weight is read, if it
         cannot draft for `prepared`.
+    weights_fd: file for the packed weights of all workers that have the same, of which the first
+        fills it; None: they are in memory of this worker.
     """
     if draft is not None:
         require_draft_model(config, prepared, draft, device)
     pooler = pooler_of(config.model, prepared)
     dtype = device.resolve_dtype(activation_dtype(config.model))
     weight_format = weight_format or device.weight_format(config, prepared)
-    plan = plan_memory(config, prepared, device, group.rank, weight_format, draft)
+    loaded_bytes = 0 if weights_fd is None else device.shared_bytes(weights_fd)
+    plan = plan_memory(config, prepared, device, group.rank, weight_format, draft, loaded_bytes)
     if not plan.fits:
         error = refusal(plan, config, prepared, device, group.rank, draft)
         if must_fit:
@@ -231,6 +251,9 @@ def load(
     kv_dtype = resolve_kv_dtype(
         config.cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim
     )
+
+    def show_growth(num_bytes: int) -> None:
+        report(Progress("loading weights", min(1.0, num_bytes / max(1, plan.weights.total()))))
 
     def show_kernels(fraction: float) -> None:
         report(Progress("loading kernels", fraction))
@@ -253,12 +276,21 @@ def load(
         group,
         targets,
     )
-    if kv_outlives_process(config):
-        with hashing(prepared) as digest:
-            model = load_weights()
-        weights_hash = digest.result()
-    else:
-        model, weights_hash = load_weights(), prepared.weights_sample
+    sharing: AbstractContextManager[bool] = nullcontext(False)
+    if weights_fd is not None and can_share_weights(whole, weight_format):
+        facts = _weight_facts(config, prepared, draft, dtype, weight_format, group)
+        sharing = device.sharing_weights(weights_fd, facts, show_growth)
+    loaded_draft = None
+    with sharing as shares_weights:
+        if kv_outlives_process(config):
+            with hashing(prepared) as digest:
+                model = load_weights()
+            weights_hash = digest.result()
+        else:
+            model, weights_hash = load_weights(), prepared.weights_sample
+        if draft is not None:
+            with naming_draft(draft):
+                loaded_draft = _load_draft(config, draft, model, dtype, device, group, report)
     memory = (WeightFormatMemory(*item) for item in weight_format.memory.items())
     logger.info("weights: %s", describe_weights(memory))
     if notice := describe_dense_weights(weight_format):
@@ -272,10 +304,6 @@ def load(
     attention_kernels = device.choose_attention(
         model.spec.attention_shape, dtype, kv_dtype, prepared.folder
     )
-    loaded_draft = None
-    if draft is not None:
-        with naming_draft(draft):
-            loaded_draft = _load_draft(config, draft, model, dtype, device, group, report)
     return LoadedModel(
         prepared=prepared,
         config=read_config(prepared),
@@ -292,12 +320,42 @@ def load(
         attention_kernels=attention_kernels,
         draft=loaded_draft,
         vision=vision,
+        shares_weights=shares_weights,
         adapters=None
         if targets is None
         else adapter_store(
             config.lora, prepared, whole, targets, dtype, device, group, vision and vision.spec
         ),
     )
+
+
+def _weight_facts(
+    config: ServeConfig,
+    prepared: PreparedModel,
+    draft: PreparedModel | None,
+    dtype: torch.dtype,
+    weight_format: WeightFormat,
+    group: RankGroup,
+) -> list[object]:
+    """Return what the packed weights of a worker depend on beside its device, for JSON.
+
+    Raises ModelError for a file that is gone.
+    """
+    models = [each for each in (prepared, draft) if each is not None]
+    files = [path for each in models for path in read_index(each).files]
+    try:
+        stamps = [file_stamp(path) for path in files]
+    except OSError as error:
+        raise ModelError(f"{error.filename}: {error.strerror}") from None
+    return [
+        LAYOUT_VERSION,
+        str(dtype),
+        weight_format.name,
+        config.model.cpu_weights,
+        (group.rank, group.size, config.parallel.enable_expert_parallel),
+        files,
+        stamps,
+    ]
 
 
 def adapter_store(

@@ -199,6 +199,7 @@ class Worker:
             # A worker that replaces a dead one tries to load: requests wait, memory may return.
             must_fit=not boot.replaces_dead,
             draft=boot.draft_model,
+            weights_fd=boot.weights_fd,
         )
         if device.runs_largest_step:
             self._group.join(self._epoch, "memory")  # the largest step needs all ranks

@@ -305,13 +305,19 @@ class Metrics(Collector):
             [sum(limits) if all(limits) else 0],
         )
         weights = GaugeMetricFamily(
-            "tokend:weights_bytes", "Memory of the weight matrices.", labels=("form",)
+            "tokend:weights_bytes",
+            "Memory of the weight matrices; of those that engines share, once.",
+            labels=("form",),
         )
         num_bytes: collections.Counter[str] = collections.Counter()
+        shared: collections.Counter[str] = collections.Counter()
         for engine in engines.values():
             for memory in engine.weights:
-                num_bytes[memory.form] += memory.num_bytes
-        for form, number in num_bytes.items():
+                if memory.is_shared:
+                    shared[memory.form] = max(shared[memory.form], memory.num_bytes)
+                else:
+                    num_bytes[memory.form] += memory.num_bytes
+        for form, number in (num_bytes + shared).items():
             weights.add_metric((form,), number)
         yield weights
         if engines:

@@ -134,8 +134,18 @@ class EpochCounter:
     def models(self) -> ServedModels:
         return ServedModels(self._template.model, self._template.draft_model)
 
-    def next_generation(self, models: ServedModels, engine: int) -> "EpochCounter":
-        """Return a counter with a new generation of one engine, and the same incarnations."""
+    @property
+    def weights_generation(self) -> int:
+        """The first generation with the weights that processes load which start now."""
+        return self._template.weights_generation
+
+    def next_generation(
+        self, models: ServedModels, engine: int, *, is_first: bool
+    ) -> "EpochCounter":
+        """Return a counter with a new generation of one engine, and the same incarnations.
+
+        is_first: of those of a reload, which share the memory of their weights.
+        """
         other = copy.copy(self)
         other.epochs, other.worker_epochs = self.epochs.copy(), self.worker_epochs.copy()
         other.generations = self.generations.copy()
@@ -148,6 +158,9 @@ class EpochCounter:
             self._template,
             model=models.model.served_with(config.media.max_images, config.model.max_model_len),
             draft_model=models.draft_model,
+            weights_generation=(
+                other.generations[engine] if is_first else self._template.weights_generation
+            ),
         )
         return other
 

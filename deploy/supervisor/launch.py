@@ -25,6 +25,7 @@ from proto.messages.lifecycle import (
     ProcessStart,
     Role,
     StartPhase,
+    WeightFormatMemory,
     describe_weights,
     process_name,
 )
@@ -298,6 +299,8 @@ def _ready_records(
         "drafts": engine.drafts,
         "sampling": str(launch.generation_defaults),
     }
+    if shared := _shared_weights(engine, launch.num_engines):
+        fields["shared_weights"] = describe_weights(shared)
     if admin_ports:
         fields["admin_port"] = admin_ports[0]
     if config.admin_socket is not None:
@@ -328,7 +331,7 @@ def _ready_text(
         ("engines", f"{launch.num_engines}; of each:" if launch.num_engines > 1 else ""),
         ("kernels", engine.kernels),
         ("length", f"up to {engine.max_model_len:,} tokens{together}"),
-        ("weights", f"{describe_weights(engine.weights)}, in memory"),
+        ("weights", _weights(engine, launch.num_engines)),
         ("KV cache", _kv_cache(engine, launch.config.cache)),
         ("drafts", engine.drafts),
         ("sampling", str(launch.generation_defaults) if pooler is None else ""),
@@ -350,6 +353,20 @@ def _ready_text(
     ]
     lines = [f"  {title:10}{text}" for title, text in entries if text]
     return [first, *lines, "  Ctrl-C stops"]
+
+
+def _weights(engine: EngineReady, num_engines: int) -> str:
+    """Return the memory of weights by format, and which of it engines have together."""
+    shared = _shared_weights(engine, num_engines)
+    own = [part for part in engine.weights if part not in shared]
+    if not shared:
+        return f"{describe_weights(own)}, in memory"
+    rest = f", and {describe_weights(own)} of each" if own else ""
+    return f"{describe_weights(shared)}, in memory that the engines share{rest}"
+
+
+def _shared_weights(engine: EngineReady, num_engines: int) -> list[WeightFormatMemory]:
+    return [part for part in engine.weights if part.is_shared and num_engines > 1]
 
 
 def _kv_cache(engine: EngineReady, cache: CacheConfig) -> str:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -167,6 +167,7 @@ class Child:
         self.engine = None if boot.role == "api_server" else boot.engine
         self.incarnation = boot.incarnation
         self.generation = boot.generation
+        self.weights_generation = boot.weights_generation
         self.fatal_error: ErrorInfo | None = None
         path = supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation)
         try:
@@ -244,16 +245,47 @@ class Child:
         os.close(self.pidfd)
 
 
+class WeightFiles:
+    """The files in memory in which workers lay out packed weights for others and for successors.
+
+    Workers share one that have the same weights_generation (see ProcessBoot), rank and memory node.
+    It has no name: workers inherit its descriptor, and the kernel frees it with the last process
+    that has it. worker/host/shared_weights.py fills it.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: dict[tuple[int, int, int | None], int] = {}
+
+    def descriptor(self, generation: int, rank: int, node: int | None) -> int:
+        """Return the file for a worker, a new one if it is the first. Raises OSError.
+
+        node: the memory node that all its threads are bound to; None if they are bound to none.
+        """
+        key = (generation, rank, node)
+        if key not in self._descriptors:
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self._descriptors[key] = os.memfd_create("tokend-weights", flags)
+        return self._descriptors[key]
+
+    def close(self, but: Collection[int] = ()) -> None:
+        """Close all files but those of some generations."""
+        for key in list(self._descriptors):
+            if key[0] not in but:
+                os.close(self._descriptors.pop(key))
+
+
 class ChildProcesses:
     """All child processes that run.
 
     running: may change while the main loop iterates over a copy.
     preparing_pids: processes that prepare a model for a reload, which are not `Child`s.
+    weight_files: of the workers that run, and of those that are restarted.
     """
 
     def __init__(self, launch: Launch, poller: Poller) -> None:
         self._launch = launch
         self._poller = poller
+        self.weight_files = WeightFiles()
         self.running: list[Child] = []
         self.preparing_pids: set[int] = set()
 
@@ -268,11 +300,23 @@ class ChildProcesses:
             config.parallel.num_workers,
             boot.index,
         )
+        if boot.role == "worker":
+            boot = changed(boot, weights_fd=self._weights_descriptor(boot, env[_THREADS]))
         child = Child(boot, launch.commands[boot.role], env)
         self.running.append(child)
         self._poller.add(child.link)
         self._poller.add(child.pidfd)
         return child
+
+    def _weights_descriptor(self, boot: ProcessBoot, num_threads: str) -> int:
+        """Return the file for the packed weights of a worker. Raises StartError."""
+        node, num_workers = None, boot.config.parallel.num_workers
+        if num_threads.isdigit():
+            node = node_of_worker(boot.index, num_workers, int(num_threads))
+        try:
+            return self.weight_files.descriptor(boot.weights_generation, boot.rank, node)
+        except OSError as error:
+            raise StartError(boot, os.strerror(error.errno or 0)) from None
 
     def remove(self, child: Child) -> None:
         self._poller.remove(child.link)
@@ -281,6 +325,11 @@ class ChildProcesses:
 
     def front_ends(self) -> list[Child]:
         return [child for child in self.running if child.role == "api_server"]
+
+    def close_weight_files(self, current: int) -> None:
+        """Close the files of weights that no worker has; current: that later workers have."""
+        of_workers = {each.weights_generation for each in self.running if each.role == "worker"}
+        self.weight_files.close(but={current, *of_workers})
 
     def of_generation(self, generation: int) -> list[Child]:
         """Return the engine and the workers of a generation."""
@@ -303,6 +352,7 @@ class ChildProcesses:
             child.wait()
             child.close()
         self.running.clear()
+        self.weight_files.close()
 
 
 @contextlib.contextmanager
@@ -322,7 +372,7 @@ def _spawn(
     boot: ProcessBoot, command: Sequence[str], env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     boot_fd = os.memfd_create("tokend-boot")
-    memory = () if boot.metrics_fd is None else (boot.metrics_fd,)
+    memory = [each for each in (boot.metrics_fd, boot.weights_fd) if each is not None]
     try:
         with os.fdopen(os.dup(boot_fd), "wb") as stream:
             stream.write(encode(changed(boot, born_at=time.monotonic())))

@@ -99,6 +99,8 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     death_fd: read end of a pipe that closes when the supervisor ends.
     listen_fds, admin_fds: listening sockets of a front end for all clients, and for operators.
     metrics_fd: memory shared by all front ends, METRIC_BYTES each; None without metrics.
+    weights_fd: of a worker, the file in memory for packed weights; None where none are packed.
+    weights_generation: the first generation that had these weights, in the start or the reload.
     front_ends: for an engine, the incarnation of each front end, by index.
     pause_mode: for an engine, the pause to start with; None for no pause.
     adapters: for an engine, those of an earlier one; None if it is the first of its model.
@@ -122,12 +124,14 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     pause_mode: PauseMode | None = None
     faults: tuple[Fault, ...] = ()
     generation: int = 1
+    weights_generation: int = 1
     metrics_fd: int | None = None
     num_hung: int = 0
     born_at: float = 0.0
     draft_model: PreparedModel | None = None
     adapters: tuple[AdapterCard, ...] | None = None
     engine_epochs: tuple[int, ...] = (1,)
+    weights_fd: int | None = None
 
     @property
     def engine(self) -> int:
@@ -250,10 +254,14 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):
-    """Memory of the weights in one format: packed, int8, bf16, f32 or f16."""
+    """Memory of the weights in one format: packed, int8, bf16, f32 or f16.
+
+    is_shared: whether workers of other engines read the same memory.
+    """
 
     form: str
     num_bytes: int
+    is_shared: bool = False
 
 
 _WEIGHT_FORMATS: Final = {"packed": "packed as stored"}

@@ -185,6 +185,18 @@ class KernelTimes(msgspec.Struct, frozen=True):
     machines: dict[str, dict[str, dict[str, tuple[float, ...]]]]
 
 
+class PackedWeights(msgspec.Struct, frozen=True):
+    """Where the packed weights of a rank lie in a file of memory; see worker.host.shared_weights.
+
+    fingerprint: of all that the bytes depend on. num_bytes: of the file before this index.
+    places: offset and bytes of each weight, by key.
+    """
+
+    fingerprint: bytes
+    num_bytes: int
+    places: dict[str, tuple[int, int]]
+
+
 MAX_TEMPLATE_BYTES: Final = 1 << 20
 """Largest file of a chat template."""
 MAX_TEXT_BYTES: Final = 256 << 20

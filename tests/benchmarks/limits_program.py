@@ -71,6 +71,10 @@ class NotedFormat:
         return self._form.dense_names
 
     @property
+    def shared_forms(self) -> frozenset[str]:
+        return self._form.shared_forms
+
+    @property
     def arithmetic(self) -> set[str]:
         return self._form.arithmetic
 

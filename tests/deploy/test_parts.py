@@ -40,6 +40,7 @@ from proto.settings.config import (
     LogFormat,
     LogLevel,
     ModelConfig,
+    ParallelConfig,
     ServeConfig,
 )
 from proto.settings.generation_config import GenerationDefaults
@@ -233,6 +234,38 @@ class TestReady:
         text = ready_message(launch, readiness)
         assert "  start " not in text
         assert "web page" not in text
+
+    @pytest.mark.parametrize("log_format", ["text", "json"])
+    def test_weights_that_engines_share_count_once(self, log_format: LogFormat) -> None:
+        shared = WeightFormatMemory("packed", 92 << 20, True)
+        frontend = FrontEndConfig(log_format=log_format)
+
+        def message(num_engines: int, *weights: WeightFormatMemory) -> str:
+            parallel = ParallelConfig(data_parallel_size=num_engines)
+            config = ServeConfig(frontend=frontend, parallel=parallel)
+            launch = Launch(
+                config, lifecycle_messages.model(), (), "http://x", {}, {}, (), PhaseClock(0.0)
+            )
+            readiness = Readiness(num_engines, 0)
+            readiness.note_ready(msgspec.structs.replace(ENGINE_READY, weights=weights))
+            return ready_message(launch, readiness)
+
+        dense = WeightFormatMemory("f32", 1 << 20)
+        texts = [message(2, shared), message(2, shared, dense), message(1, shared)]
+        if log_format == "json":
+            found = [json.loads(text).get("shared_weights") for text in texts]
+            assert found == ["92 MiB packed as stored", "92 MiB packed as stored", None]
+            return
+        for text, line in zip(
+            texts,
+            (
+                "packed as stored, in memory that the engines share\n",
+                "packed as stored, in memory that the engines share, and 1 MiB f32 of each\n",
+                "packed as stored, in memory\n",
+            ),
+            strict=True,
+        ):
+            assert f"  weights   92 MiB {line}" in text
 
     def test_what_a_model_does_not_have_has_no_line(self) -> None:
         """A GPU's KV cache is in memory from the start; an encoder has none, and no drafts."""

@@ -49,8 +49,11 @@ def test_side_by_side() -> None:
         "the other front end has requests there"
     )
     case.receive(OldEngineIdle(1, 1))
+    before = [case.weights_inode(generation) for generation in (1, 2)]
     case.end_generation(1)
     assert roles(case.running) == ["worker", "worker", "engine_core"]
+    assert case.weights_inode(2) == before[1]
+    assert case.weights_inode(1) != before[0], "the memory of its weights is free"
     assert not any(each.shutdown_requested for each in case.running)
     case.start_reload()
     assert case.sent[-1] == NextEngine(3, NEW, in_place=False)

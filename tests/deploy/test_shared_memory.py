@@ -6,7 +6,7 @@ import sys
 import tempfile
 
 from deploy.supervisor.epochs import EpochCounter
-from deploy.supervisor.processes import Child
+from deploy.supervisor.processes import Child, WeightFiles
 from proto import PROTOCOL_VERSION
 from proto.messages.lifecycle import ProcessBoot
 from proto.messages.prepared_model import PreparedModel
@@ -33,6 +33,25 @@ with os.fdopen(int(sys.argv[2]), "rb") as stream:
     boot = MessageDecoder(ProcessBoot).decode(stream.read())
 make_metric_sheet(boot).add_to_cell(3)
 """
+
+
+def test_weights_have_a_file_for_each_generation_rank_and_memory_node() -> None:
+    files = WeightFiles()
+    keys = [(1, 0, None), (1, 1, None), (1, 0, 0), (1, 0, 1), (2, 0, None)]
+
+    def inodes() -> list[int]:
+        return [os.fstat(files.descriptor(*key)).st_ino for key in keys]
+
+    first = inodes()
+    assert len(set(first)) == len(keys)
+    assert inodes() == first
+    files.close(but={2})
+    second = inodes()
+    assert not set(first[:4]) & set(second)
+    assert second[4] == first[4]
+    files.close()
+    assert not set(second) & set(inodes())
+    files.close()
 
 
 def test_every_front_end_counts_in_its_row_of_the_shared_memory() -> None:

@@ -1,7 +1,9 @@
 """The supervisor over the fake processes of two engines, which die and come back by themselves."""
 
+import os
 import re
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -60,6 +62,30 @@ def test_a_death_concerns_one_engine(
     assert not_notified not in daemon.text
     after = daemon.titled(*TITLES)
     assert changed(before, after) == {killed}
+
+
+def weights_inode(process: psutil.Process) -> int:
+    """Return what identifies the file for packed weights that a process has inherited."""
+    (found,) = (
+        os.stat(link).st_ino
+        for link in Path(f"/proc/{process.pid}/fd").iterdir()
+        if os.readlink(link).startswith("/memfd:tokend-weights")
+    )
+    return found
+
+
+def test_workers_of_all_engines_have_one_file_for_packed_weights(start: Start) -> None:
+    daemon = start("data_parallel_size=2")
+    daemon.wait_ready()
+    before = daemon.titled("worker 0", "worker 1")
+    inode = weights_inode(before["worker 0"])
+    assert weights_inode(before["worker 1"]) == inode
+    for process in before.values():
+        process.kill()
+    daemon.wait_for("worker 0 is back after", "worker 1 is back after")
+    after = daemon.titled("worker 0", "worker 1")
+    assert changed(before, after) == {"worker 0", "worker 1"}
+    assert {weights_inode(process) for process in after.values()} == {inode}
 
 
 def test_a_front_end_knows_the_epoch_of_each_engine(start: Start) -> None:

@@ -196,7 +196,7 @@ def switch_generation(daemon: Daemon) -> list[Child]:
     daemon.wait(1.0)
     old = [daemon.engine, daemon.children[0]]
     epochs = daemon.case.epochs
-    epochs.switch_to(epochs.next_generation(epochs.models, 0), 0)
+    epochs.switch_to(epochs.next_generation(epochs.models, 0, is_first=True), 0)
     generation, *_ = epochs.generations
     new = [Child("worker", index, generation) for index in range(2)]
     engine = Child("engine_core", 0, generation)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,42 @@ def test_a_process_of_one_engine_is_restarted_alone(daemon: Daemon, title: str) 
     assert {each for each in before if after.get(each) != before[each]} == {title}
     (stream, *_) = asyncio.run(run_at_engine(daemon, 1))
     assert stream.num_tokens == NUM_TOKENS
+
+
+def test_engines_have_the_packed_weights_in_memory_once() -> None:
+    """A worker that replaces a dead one finds them, too, and the last process frees them."""
+    with Daemon("--data-parallel-size", "2", "--cpu-threads", "1") as daemon:
+        assert re.search(r"weights +\S+ MiB .*, in memory that the engines share", daemon.text)
+        found = "weights: another worker has laid them out"
+        assert eventually(lambda: daemon.text.count(found) == 1), daemon.text
+        workers = pids_by_title(daemon.pid)
+        pids = [workers[f"tokend: worker {index}"] for index in range(2)]
+        (inode,) = weights_inodes(*pids)
+        first, second = (asyncio.run(run_at_engine(daemon, engine)) for engine in range(2))
+        assert [each.choices for each in first] == [each.choices for each in second]
+        psutil.Process(pids[0]).kill()
+        assert eventually(lambda: "worker 0 is back after" in daemon.text, LIMIT_SECONDS)
+        assert daemon.text.count(found) == 2
+        pids[0] = pids_by_title(daemon.pid)["tokend: worker 0"]
+        assert weights_inodes(*pids) == {inode}
+        again = asyncio.run(run_at_engine(daemon, 0))
+        assert [each.choices for each in again] == [each.choices for each in first]
+        psutil.Process(daemon.pid).kill()
+        assert eventually(lambda: not any(map(psutil.pid_exists, pids)), LIMIT_SECONDS)
+
+
+def weights_inodes(*pids: int) -> set[str]:
+    """Return what identifies the files of packed weights that each of these processes has mapped.
+
+    All must have mapped the same.
+    """
+    found = []
+    for pid in pids:
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        found.append({line.split()[4] for line in maps if "/memfd:tokend-weights" in line})
+    assert all(found)
+    assert all(each == found[0] for each in found)
+    return found[0]
 
 
 def test_an_engine_finds_at_its_start_what_another_one_has_stored(tmp_path: Path) -> None:

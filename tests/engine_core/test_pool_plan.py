@@ -189,3 +189,6 @@ def test_weight_memory_is_summed_by_format():
     expected = (WeightFormatMemory("packed", 11), WeightFormatMemory("bf16", 7))
     assert weight_memory([first, second]) == expected
     assert weight_memory([lifecycle_messages.worker_ready()]) == ()
+    shared = lifecycle_messages.worker_ready(weights=(WeightFormatMemory("packed", 4, True),))
+    expected = (WeightFormatMemory("packed", 8, True), WeightFormatMemory("packed", 6))
+    assert weight_memory([shared, second, shared]) == expected

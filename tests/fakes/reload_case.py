@@ -1,9 +1,11 @@
 """A reload over fake processes, on a fake clock."""
 
+import os
 import signal
 from dataclasses import dataclass, field
 
 from deploy.supervisor.epochs import Announcement, EpochCounter, ServedModels
+from deploy.supervisor.processes import ChildProcesses, WeightFiles
 from deploy.supervisor.recovery import Recovery
 from deploy.supervisor.reload.phases import ReloadContext
 from deploy.supervisor.reload.reload import Reload
@@ -33,6 +35,7 @@ class Process:
     role: Role
     index: int
     generation: int
+    weights_generation: int = 1
     exit_status: int | None = None
     fatal_error: ErrorInfo | None = None
     pid: int = 77
@@ -106,6 +109,7 @@ class Case:
         self.recovery = Recovery(self.epochs, 8, Notices(), lambda: self.now)
         self.running: list[Process] = []
         self.boots: list[ProcessBoot] = []
+        self.weight_files = WeightFiles()
         self.front_ends = [Process("api_server", each, 1) for each in range(2)]
         for engine in range(num_engines):
             for index in self.epochs.workers_of(engine):
@@ -159,10 +163,16 @@ class Case:
     def start(self, boot: ProcessBoot) -> None:
         assert boot.epoch == boot.generation or boot.epoch == boot.worker_epoch
         self.boots.append(boot)
-        self.running.append(Process(boot.role, boot.index, boot.generation))
+        if boot.role == "worker":
+            self.weight_files.descriptor(boot.weights_generation, boot.rank, None)
+        numbers = (boot.generation, boot.weights_generation)
+        self.running.append(Process(boot.role, boot.index, *numbers))
 
     def of_generation(self, generation: int) -> list[Process]:
         return [each for each in self.running if each.generation == generation]
+
+    def close_weight_files(self, current: int) -> None:
+        ChildProcesses.close_weight_files(self, current)  # type: ignore[arg-type]
 
     def send_to_front_ends(self, message: Message) -> None:
         self.sent.append(message)
@@ -250,6 +260,10 @@ class Case:
             self.reload.note_message(message)
             self.recovery.note_message(message)
         self.reload.advance()
+
+    def weights_inode(self, generation: int) -> int:
+        """Return what identifies the file for weights of rank 0; a new one if it was closed."""
+        return os.fstat(self.weight_files.descriptor(generation, 0, None)).st_ino
 
     def end_generation(self, generation: int) -> None:
         """End all processes of a generation, whose shutdown was requested."""

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from deploy import flags
 from proto.errors import ConfigError
 from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.runtime import host_resources
 from proto.settings.config import GIB, ServeConfig, memory_size
 from tests.e2e.reference import packaged_model
 from tests.fakes import tiny_checkpoints
@@ -439,6 +440,29 @@ def test_the_plan_of_a_gpu_follows_its_utilization(
         assert "--gpu-memory-utilization 0.95" in fitting_flags(plan, config, prepared, device)
 
 
+@pytest.mark.parametrize(("num_threads", "share"), [(2, 0.5), (9, 0.25)])
+def test_engines_of_a_memory_node_have_a_copy_of_the_weights(
+    num_threads: int, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers on two nodes have two copies; those that are bound to none have one."""
+    nodes = {0: [[each] for each in range(8)], 1: [[each] for each in range(8, 16)]}
+    monkeypatch.setattr(host_resources, "cores_by_node", lambda root: nodes)
+    config = config_of("--data-parallel-size", "4", "--cpu-threads", str(num_threads))
+    assert cpu_of(config, machine(tmp_path)).weight_share(0) == share
+
+
+def test_ranks_on_nodes_of_their_own_have_a_copy_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 of both engines is on node 0, rank 1 on node 1."""
+    nodes = {0: [[0], [1]], 1: [[2], [3]]}
+    monkeypatch.setattr(host_resources, "cores_by_node", lambda root: nodes)
+    words = ("--tensor-parallel-size", "2", "--data-parallel-size", "2", "--cpu-threads", "1")
+    config = config_of(*words)
+    device = cpu_of(config, machine(tmp_path))
+    assert [device.weight_share(rank) for rank in range(2)] == [0.5, 0.5]
+
+
 def test_engines_share_the_memory_and_the_cores_of_a_machine(
     kernels: Kernels, tmp_path: Path
 ) -> None:
@@ -455,6 +479,20 @@ def test_engines_share_the_memory_and_the_cores_of_a_machine(
     assert "memory of this machine for each of 4 engines" in "\n".join(shared.table())
     later = CpuDevice(four.device, root, parallel=four.parallel, starts_alone=True)
     assert plan_memory(four, prepared, later).free == alone.free, "the others have theirs"
+    assert alone.elsewhere == 0
+    packed = sum(size for form, size in shared.weights.items() if form != "f32")
+    assert shared.elsewhere == packed * 3 // 4 > 0
+    rest = shared.weights.total() - packed + shared.work.total()
+    assert 4 * (shared.left + rest) == pytest.approx(alone.free - packed, abs=16)
+    (line,) = (line for line in shared.table() if line.startswith("  shared "))
+    assert "this part of them counts for other engines" in line
+    assert shared.to_dict()["weights_of_other_engines_bytes"] == shared.elsewhere
+    assert "weights_of_other_engines_bytes" not in alone.to_dict()
+    late = machine(tmp_path / "late", free=8 * GIB - packed)
+    later = plan_memory(four, prepared, cpu_of(four, late), loaded_bytes=packed)
+    assert later.free == pytest.approx(shared.free, abs=1024)
+    dense = config_of("--cpu-weights", "f32", "--data-parallel-size", "4")
+    assert plan_memory(dense, prepared, cpu_of(dense, root)).elsewhere == 0
     sized = config_of("--data-parallel-size", "4", "--kv-cache-memory", "1G")
     plan = plan_memory(sized, prepared, cpu_of(sized, root))
     assert GIB - plan.block_bytes < plan.pool_bytes <= GIB

@@ -78,7 +78,11 @@ def test_a_plan_of_several_engines_is_that_of_each() -> None:
     assert "; 2 engines, and for each of them\n" in text
     (free,) = (line for line in text.splitlines() if line.startswith("  free "))
     assert "memory of this machine for each of 2 engines" in free or "container for each" in free
+    (shared,) = (line for line in text.splitlines() if line.startswith("  shared "))
+    assert "weights are in memory once" in shared
     as_json = subprocess.run([*words, "--json"], capture_output=True, text=True, check=True)
     figures = json.loads(as_json.stdout)
     assert figures["engines"] == 2
     assert figures["free_bytes"] <= figures["total_bytes"] / 2
+    whole = sum(figures["weights_bytes"].values())
+    assert figures["weights_of_other_engines_bytes"] == pytest.approx(whole / 2, rel=0.01)

@@ -1,8 +1,11 @@
 """A CPU with the C++ kernels of worker/csrc."""
 
 import functools
+import hashlib
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 
 from proto.errors import ConfigError
 from proto.messages.prepared_model import PreparedModel
+from proto.runtime.host_resources import node_of_worker
 from proto.settings.config import DeviceConfig, ParallelConfig, ServeConfig
 from worker.attention.backend import AttentionBackend, AttentionShape
 from worker.attention.kv_cache import KVCache
@@ -32,6 +36,7 @@ from worker.cpu.tower_attention import CpuTowerAttention
 from worker.cpu.weights import block_table
 from worker.host.device import ALONE, HostDevice
 from worker.host.memory_nodes import memory_placement
+from worker.host.shared_weights import bytes_in_memory, shared_weights
 from worker.layers.activation import Activation, Gate
 from worker.layers.adapters import StepAdapters
 from worker.layers.embedding import EmbeddingTable
@@ -98,7 +103,41 @@ class CpuDevice(HostDevice):
             placement.interleave(memory)
         return memory
 
+    def shared_bytes(self, descriptor: int) -> int:
+        return bytes_in_memory(descriptor)
+
+    def weight_share(self, rank: int) -> float:
+        """Return the copies, one for each memory node that workers of this rank are on, by engine.
+
+        As in deploy/supervisor/processes.py:WeightFiles.
+        """
+        indices = range(rank, self._num_workers, self._num_workers // self._num_engines)
+        nodes = {
+            node_of_worker(index, self._num_workers, self.num_threads, self._root)
+            for index in indices
+        }
+        return len(nodes) / len(indices)
+
     # ---- Weights ----
+
+    @contextmanager
+    def sharing_weights(
+        self, descriptor: int, facts: Sequence[object], on_growth: Callable[[int], None]
+    ) -> Iterator[bool]:
+        kernels = self._kernels
+        all_facts = json.dumps([kernels.variant, kernels.digest, *facts])
+        with shared_weights(
+            descriptor,
+            hashlib.sha256(all_facts.encode()).digest(),
+            memory_placement(),
+            must_share=self._has_other_engines,
+            on_growth=on_growth,
+        ) as memory:
+            private, kernels.memory = kernels.memory, memory
+            try:
+                yield memory.is_shared
+            finally:
+                kernels.memory = private
 
     def weight_format(self, config: ServeConfig, prepared: PreparedModel) -> WeightFormat:
         dtype = self.resolve_dtype(activation_dtype(config.model))

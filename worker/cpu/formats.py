@@ -41,6 +41,7 @@ from worker.layers.linear import Linear
 from worker.loader.block_types import BLOCK_COLUMNS
 from worker.loader.files import check_scales
 from worker.loader.formats import (
+    DENSE_NAMES,
     PACKED,
     BuildEnds,
     BuildExperts,
@@ -61,6 +62,8 @@ from worker.models.layer_device import LayerDevice
 ROTATED_FROM: Final = 8
 """Rows of a step from which on rotated int8 weights, kept beside blocks of 4 bits, multiply faster
 than the blocks; measured in docs/benchmarks/products.md, "Rotated int8 weights"."""
+INT8: Final = "int8"
+"""Weights of 8 bits that were quantised here, among those of `WeightFormat.memory`."""
 _QUANTISED_SHARE: Final = 0.5
 """Part of the numbers in blocks from which on a model counts as quantised."""
 
@@ -117,6 +120,7 @@ def part_in_blocks(index: TensorIndex) -> float:
 class OwnFormat:
     """What formats have in common whose products are kernels of ours."""
 
+    shared_forms = frozenset({PACKED, INT8, DENSE_NAMES[torch.bfloat16]})
     memory: Counter[str]
     dense_names: list[str]
     kernel_weights: list[KernelWeight]
@@ -194,8 +198,9 @@ class Bf16Format(OwnFormat, DenseFormat):
 
     def _read(self, source: WeightSource, *names: str) -> Bf16Weight:
         """Lay out weights one below the other, from the mapped file itself if it has bfloat16."""
-        weight, first = Bf16Weight(self._kernels, source.joined_shape(*names)), 0
-        for name in names:
+        shape, first = source.joined_shape(*names), 0
+        weight = Bf16Weight(self._kernels, shape, source.describe(*names))
+        for name in () if weight.is_filled else names:
             first = weight.put_rows(first, *source.read_rows(name, self.dtype))
         return weight
 
@@ -297,8 +302,9 @@ class PackedFormat(OwnFormat):
         if block_type == FP8:
             return self._pack_fp8(source, names)
         shape, order = source.joined_shape(*names), source.column_order(names[0])
-        weight, first = PackedWeight(self._kernels, block_type, shape, order), 0
-        for name in names:
+        described, first = source.describe(*names), 0
+        weight = PackedWeight(self._kernels, block_type, shape, order, described)
+        for name in () if weight.is_filled else names:
             stored = source.read_blocks(name)
             if not source.is_joined(name):  # theirs were checked when the model was prepared
                 check_scales(source.name_in_file(name), stored.type, stored.data)
@@ -311,9 +317,10 @@ class PackedFormat(OwnFormat):
 
     def _pack_fp8(self, source: WeightSource, names: tuple[str, ...]) -> Fp8Weight:
         columns, wide = source.fp8_scales(names[0])
-        weight = Fp8Weight(self._kernels, source.joined_shape(*names), columns, wide=wide)
+        shape, described = source.joined_shape(*names), source.describe(*names)
+        weight = Fp8Weight(self._kernels, shape, columns, wide=wide, source=described)
         first = 0
-        for name in names:
+        for name in () if weight.is_filled else names:
             try:
                 first = weight.put_rows(first, *source.read_fp8(name))
             except ValueError as reason:
@@ -324,7 +331,7 @@ class PackedFormat(OwnFormat):
 class Int8Format(PackedFormat):
     """Blocks of 8 bits (GGUF's Q8_0), quantised from any format of the file."""
 
-    name = "int8"
+    name = INT8
 
     def packed_bytes(self, source: WeightSource, names: Sequence[str]) -> int:
         if all(source.type_of(name) == "Q8_0" for name in names):
@@ -337,8 +344,11 @@ class Int8Format(PackedFormat):
             return super()._pack(source, names)
         if not is_packable("Q8_0", source.columns_of(names[0])):
             return []
-        numbers = source.read(*names, dtype=torch.float32)
-        return [PackedWeight.from_dense(self._kernels, numbers)]
+        shape, described = source.joined_shape(*names), source.describe(*names)
+        weight = PackedWeight(self._kernels, "Q8_0", shape, source=described)
+        if not weight.is_filled:
+            weight.put_dense(source.read(*names, dtype=torch.float32))
+        return [weight]
 
 
 class RotatedFormat(OwnFormat):
@@ -362,7 +372,10 @@ class RotatedFormat(OwnFormat):
         if not can_rotate(source.columns_of(names[0])):
             self.dense_names.extend(f"{name} ({source.type_of(name)})" for name in names)
             return self._dense.read_product(source, product)
-        weight = RotatedWeight.from_dense(self._kernels, source.read(*names, dtype=torch.float32))
+        shape, described = source.joined_shape(*names), source.describe(*names)
+        weight = RotatedWeight(self._kernels, shape, described)
+        if not weight.is_filled:
+            weight.put_dense(source.read(*names, dtype=torch.float32))
         bias = read_bias(source, product)
         return lambda: self.count_product(self.name, [weight], bias)
 
@@ -380,7 +393,7 @@ class MixedFormat(OwnFormat):
     """
 
     def __init__(self, blocks: PackedFormat, kernels: Kernels) -> None:
-        self.name = f"{blocks.name}+int8"
+        self.name = f"{blocks.name}+{INT8}"
         self.memory = blocks.memory
         self.dense_names = blocks.dense_names
         self.kernel_weights = blocks.kernel_weights
@@ -395,10 +408,13 @@ class MixedFormat(OwnFormat):
         if not weights:
             return self._blocks.read_dense(source, product)
         bias = read_bias(source, product)
-        rotated = RotatedWeight.from_dense(self._kernels, _numbers_of(weights, torch.float32))
+        shape, described = source.joined_shape(*product.weights), source.describe(*product.weights)
+        rotated = RotatedWeight(self._kernels, shape, described)
+        if not rotated.is_filled:
+            rotated.put_dense(_numbers_of(weights, torch.float32))
 
         def build() -> Linear:
-            many = self.count_product("int8", [rotated], bias)
+            many = self.count_product(INT8, [rotated], bias)
             few = self.count_product(self._blocks.name, weights, bias)
             return MixedLinear(few, many, ROTATED_FROM)
 
@@ -411,7 +427,7 @@ class MixedFormat(OwnFormat):
         size = self._blocks.product_bytes(source, product)
         if self._blocks.packed_bytes(source, product.weights):
             shape = RotatedShape(*source.joined_shape(*product.weights))
-            size["int8"] = self._kernels.rotated_bytes(shape)
+            size[INT8] = self._kernels.rotated_bytes(shape)
         return size
 
     def ends_bytes(self, source: WeightSource, *, tied: bool) -> Counter[str]:

@@ -59,6 +59,8 @@ class KernelWeight:
     type_name: the type of the numbers, for people.
     structure: describes the weight to the kernels of its format; has the fields out_features,
     in_features and packed, the last of which is set here.
+    source: names files and tensors whose numbers the weight gets; "" if no other worker reads them.
+    is_filled: whether another worker has filled in the numbers already.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class KernelWeight:
         weight_format: KernelFormat,
         type_name: str,
         structure: ctypes.Structure,
+        source: str = "",
     ) -> None:
         self.out_features: int = structure.out_features
         self.in_features: int = structure.in_features
@@ -75,7 +78,9 @@ class KernelWeight:
         self._structure = structure
         self._kernels = kernels
         self.column_order: torch.Tensor | None = None
-        self._packed = kernels.memory.allocate(self._packed_bytes())
+        shape = f"{self.out_features}x{self.in_features}"
+        key = f"{type_name} {shape} {source}" if source else ""
+        self._packed, self.is_filled = kernels.memory.place(key, self._packed_bytes())
         structure.packed = self._packed.data_ptr()
         self.use_kernels(kernels)
 
@@ -269,15 +274,16 @@ class PackedWeight(KernelWeight):
         block_type: str,
         shape: tuple[int, int],
         column_order: torch.Tensor | None = None,
+        source: str = "",
     ) -> None:
-        """Allocate a weight of zeros.
+        """Allocate a weight of zeros, or find it in memory.
 
         column_order: int64 [in], column i of the blocks is column column_order[i] of the weight;
             None for the same.
         """
         assert is_packable(block_type, shape[1]), (block_type, shape)
         structure = packed_shape(block_type, shape)
-        super().__init__(kernels, KernelFormat.PACKED, block_type, structure)
+        super().__init__(kernels, KernelFormat.PACKED, block_type, structure, source)
         self.column_order = column_order
 
     def put_blocks(
@@ -322,11 +328,17 @@ class PackedWeight(KernelWeight):
         such weights, and infinities and NaN, make their outputs NaN.
         """
         weight = cls(kernels, "Q8_0", (dense.shape[0], dense.shape[1]))
-        assert dense.stride(1) == 1
-        kernels.pack_dense(
-            weight._structure, DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
-        )
+        weight.put_dense(dense)
         return weight
+
+    def put_dense(self, dense: torch.Tensor) -> None:
+        """Round the whole weight as from_dense does; of type Q8_0."""
+        assert self.type_name == "Q8_0"
+        assert dense.shape == (self.out_features, self.in_features)
+        assert dense.stride(1) == 1
+        self._kernels.pack_dense(
+            self._structure, DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
+        )
 
     def _unpack_rows(self, ids: torch.Tensor, numbers: torch.Tensor) -> int:
         code = DTYPE_CODES[numbers.dtype]
@@ -398,10 +410,10 @@ class RotatedWeight(KernelWeight):
     OpenMP region.
     """
 
-    def __init__(self, kernels: Kernels, shape: tuple[int, int]) -> None:
-        """Allocate a weight [out, in] of zeros."""
+    def __init__(self, kernels: Kernels, shape: tuple[int, int], source: str = "") -> None:
+        """Allocate a weight [out, in] of zeros, or find it in memory."""
         assert can_rotate(shape[1])
-        super().__init__(kernels, KernelFormat.ROTATED, "int8", RotatedShape(*shape))
+        super().__init__(kernels, KernelFormat.ROTATED, "int8", RotatedShape(*shape), source)
 
     @classmethod
     def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:
@@ -410,11 +422,16 @@ class RotatedWeight(KernelWeight):
         A weight with a NaN, an infinity or a number above 1e36 makes its output NaN.
         """
         weight = cls(kernels, (dense.shape[0], dense.shape[1]))
-        assert dense.stride(1) == 1
-        kernels.rotate_dense(
-            weight._structure, DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
-        )
+        weight.put_dense(dense)
         return weight
+
+    def put_dense(self, dense: torch.Tensor) -> None:
+        """Rotate and round the whole weight, as from_dense does."""
+        assert dense.shape == (self.out_features, self.in_features)
+        assert dense.stride(1) == 1
+        self._kernels.rotate_dense(
+            self._structure, DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
+        )
 
 
 class Bf16Weight(KernelWeight):
@@ -423,9 +440,9 @@ class Bf16Weight(KernelWeight):
     Only results, and float32 activations, are rounded to bfloat16.
     """
 
-    def __init__(self, kernels: Kernels, shape: tuple[int, int]) -> None:
-        """Allocate a weight [out, in] of zeros."""
-        super().__init__(kernels, KernelFormat.BF16, "bf16", Bf16Shape(*shape))
+    def __init__(self, kernels: Kernels, shape: tuple[int, int], source: str = "") -> None:
+        """Allocate a weight [out, in] of zeros, or find it in memory."""
+        super().__init__(kernels, KernelFormat.BF16, "bf16", Bf16Shape(*shape), source)
 
     @classmethod
     def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:
@@ -468,9 +485,15 @@ class Fp8Weight(KernelWeight):
     """
 
     def __init__(
-        self, kernels: Kernels, shape: tuple[int, int], scale_columns: int, *, wide: bool = False
+        self,
+        kernels: Kernels,
+        shape: tuple[int, int],
+        scale_columns: int,
+        *,
+        wide: bool = False,
+        source: str = "",
     ) -> None:
-        """Allocate a weight [out, in] of zeros.
+        """Allocate a weight [out, in] of zeros, or find it in memory.
 
         scale_columns: columns of a row that share a scale, a multiple of 32.
         wide: aligned groups of 32 rows share their scales.
@@ -479,7 +502,7 @@ class Fp8Weight(KernelWeight):
         assert is_packable(FP8, scale_columns)
         structure = fp8_shape(shape, scale_columns, wide=wide)
         self._num_groups = -(-shape[1] // scale_columns)
-        super().__init__(kernels, KernelFormat.FP8, "fp8", structure)
+        super().__init__(kernels, KernelFormat.FP8, "fp8", structure, source)
 
     @classmethod
     def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:

@@ -338,7 +338,7 @@ class CudaDevice(Device):
     def memory_name(self) -> str:
         return "memory of the GPU"
 
-    def free_bytes(self, config: CacheConfig) -> int:
+    def free_bytes(self, config: CacheConfig, loaded_bytes: int = 0) -> int:
         """Return what --gpu-memory-utilization leaves; with a pool of a fixed size, all of it."""
         free, total = self._runtime.memory()
         if config.pool_setting is not None:

@@ -91,6 +91,7 @@ class HostDevice(Device):
     ) -> None:
         self._root = root
         self._num_workers = parallel.num_workers
+        self._has_other_engines = parallel.data_parallel_size > 1
         self._num_engines = 1 if starts_alone else parallel.data_parallel_size
         self._model_name, self._flags = _read_cpuinfo(root)
         self.num_threads = config.cpu_threads or cores_of_worker(self._num_workers, root)
@@ -175,8 +176,8 @@ class HostDevice(Device):
         """Return 0 without running: the operating system provides a step's memory on demand."""
         return 0
 
-    def free_bytes(self, config: CacheConfig) -> int:
-        return available_memory(self._root) // self._num_engines
+    def free_bytes(self, config: CacheConfig, loaded_bytes: int = 0) -> int:
+        return (available_memory(self._root) + loaded_bytes) // self._num_engines
 
     def total_bytes(self) -> int:
         return total_memory(self._root)

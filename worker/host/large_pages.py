@@ -38,7 +38,10 @@ class WeightArena:
     """Allocates memory for weights; a map is freed when nothing in it is in use.
 
     placement: puts weights on the memory nodes of the threads that read them. map_bytes: of a map.
+    is_shared: whether other workers read the same memory (worker/host/shared_weights.py).
     """
+
+    is_shared = False
 
     def __init__(
         self, placement: MemoryPlacement | None = None, map_bytes: int = _MAP_BYTES
@@ -48,19 +51,30 @@ class WeightArena:
         self._lock = Lock()
         self._free = torch.empty(0, dtype=torch.uint8)
 
+    def place(self, key: str, num_bytes: int) -> tuple[torch.Tensor, bool]:
+        """Return memory for a weight, uint8 [num_bytes], and whether it has the content already.
+
+        key: equal for weights of the same content, "" for one that no other worker needs.
+        """
+        return self.allocate(num_bytes), False
+
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return uint8 [num_bytes] of zeros, aligned to cache lines; thread-safe."""
         # map  | taken | taken | gap | taken | free …
         needed = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             if needed > self._map_bytes:
-                part = large_pages(needed)[:num_bytes]
+                part = self._new_map(needed)[:num_bytes]
             else:
                 if needed > len(self._free):
-                    self._free = large_pages(self._map_bytes)
+                    self._free = self._new_map(self._map_bytes)
                 part, self._free = self._free[:num_bytes], self._free[needed:]
             if (
                 self._placement is not None
             ):  # before another thread writes to a page that they share
                 self._placement.place_weight(part)
         return part
+
+    def _new_map(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 [num_bytes] of zeros that begins a large page."""
+        return large_pages(num_bytes)

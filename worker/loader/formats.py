@@ -97,6 +97,10 @@ class WeightFormat(Protocol):
         """
 
     @property
+    def shared_forms(self) -> frozenset[str]:
+        """Those of `memory` whose weights several workers can have in the same memory."""
+
+    @property
     def arithmetic(self) -> set[str]:
         """What tells the products built so far apart in a KV fingerprint, beside `name`."""
 
@@ -124,6 +128,8 @@ class WeightFormat(Protocol):
 
 class DenseFormat:
     """Numbers of the dtype that `source` reads."""
+
+    shared_forms = frozenset[str]()
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = DENSE_NAMES[dtype]

@@ -95,6 +95,7 @@ class WeightSource:
         torch_device: torch.device | None = None,
     ) -> None:
         self._spec = spec
+        self._origin = index.files[0] if index.files else ""
         self.dtype = dtype
         self.device = device
         self.torch_device = torch_device or device.torch_device
@@ -186,6 +187,10 @@ class WeightSource:
     def name_in_file(self, name: str) -> str:
         """Return what the file calls the tensor that a weight lies in."""
         return self._entries[name].entry.name
+
+    def describe(self, *names: str) -> str:
+        """Return the same text for the same weights of the same model only, of any rank."""
+        return " ".join((self._origin, *names))
 
     def is_joined(self, name: str) -> bool:
         """Return whether a weight lies in several tensors, of which its blocks are made."""

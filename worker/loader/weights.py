@@ -243,14 +243,17 @@ class DecoderBuilder:
 
         Norms and biases do not count: they are less than a thousandth of the products.
         """
-        source, weight_format = self.source, self.weight_format
+        source, weight_format, is_tied = self.source, self.weight_format, self.spec.tied_embeddings
         by_format = Counter(
-            weight_format.ends_bytes(source, tied=self.spec.tied_embeddings)
+            weight_format.ends_bytes(source, tied=is_tied)
             if self.spec.has_head
             else table_bytes(source)
         )
+        own_table = table_bytes(source)
+        if self.spec.has_head and is_tied:
+            own_table.clear()
         table = source.joined_shape(EMBEDDING)
-        head = head_name(tied=self.spec.tied_embeddings)
+        head = head_name(tied=is_tied)
         rearranged = self.spec.has_head and source.is_joined(head)
         ends = conversion_bytes(by_format, table, source.dtype, rearranged)
         layers = 0
@@ -262,7 +265,9 @@ class DecoderBuilder:
                 rearranged = any(map(source.is_joined, product.weights))
                 taken = conversion_bytes(size, shape, source.dtype, rearranged)
                 layers = max(layers, taken)
-        return WeightSizes(by_format, ends + layers)
+        products = by_format - own_table
+        shared = sum(products[form] for form in weight_format.shared_forms)
+        return WeightSizes(by_format, ends + layers, shared)
 
     def rotary(self, rope: Rope, head_dim: int, rotary_dim: int) -> RotaryEmbedding:
         """Return the rotary embedding, one for all layers with the same rope."""
@@ -413,11 +418,12 @@ class WeightSizes:
     """Memory of a rank's weights in bytes.
 
     conversion: beside the weights while they are read: one reader converts the embedding, the other
-    a product of a layer.
+    a product of a layer. shared: those of by_format that several workers can have in one memory.
     """
 
     by_format: Counter[str]
     conversion: int
+    shared: int
 
 
 def conversion_bytes(

@@ -63,6 +63,7 @@ STATE_SHARE: Final = 0.25
 _HEAD_VECTORS: Final = 4
 """Vectors of a token in a head's step beside the residuals, recorded and joined: e, f, e ‖ f."""
 _FLOAT32: Final = 4
+_SHARED: Final = "weights are in memory once: this part of them counts for other engines"
 _OWN_TABLES: Final = frozenset({"embed_tokens", "lm_head"})
 """Modules that adapters may have as a whole (PEFT's modules_to_save)."""
 
@@ -80,6 +81,8 @@ class MemoryPlan:
     num_state_slots, state_bytes: slots for the states of recurrent layers, with the null slot, and
         bytes of each; 0 without such layers. slots_per_sequence: of a sequence that runs.
     longest: tokens of the longest request by model and settings; 0 where windows need fewer blocks.
+    elsewhere: bytes of the weights that count for other engines, which have them in the same
+        memory: an N-th counts for each of N engines.
     free: what the model may take of the device now. total: memory of the device.
     """
 
@@ -100,6 +103,7 @@ class MemoryPlan:
     num_state_slots: int = 0
     state_bytes: int = 0
     slots_per_sequence: int = 0
+    elsewhere: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -123,7 +127,7 @@ class MemoryPlan:
     def left(self) -> int:
         """Bytes that weights, work space and states leave; may be negative."""
         weights = self.weights.total() + self.draft_weights.total() + self.vision_bytes
-        return self.free - weights - self.work.total() - self.states_bytes
+        return self.free + self.elsewhere - weights - self.work.total() - self.states_bytes
 
     @property
     def fits(self) -> bool:
@@ -155,6 +159,7 @@ class MemoryPlan:
                 else []
             ),
             *([("vision part", self.vision_bytes, "")] if self.vision_bytes else []),
+            *([("shared", -self.elsewhere, _SHARED)] if self.elsewhere else []),
             *([("KV cache", num_blocks * self.block_bytes, pool)] if self.block_bytes else []),
             *([("states", self.states_bytes, self._states())] if self.states_bytes else []),
             ("work space", self.work.total(), work),
@@ -179,6 +184,7 @@ class MemoryPlan:
             "weights_bytes": dict(self.weights),
             **({"draft_weights_bytes": dict(self.draft_weights)} if self.draft_weights else {}),
             **({"vision_bytes": self.vision_bytes} if self.vision_bytes else {}),
+            **({"weights_of_other_engines_bytes": self.elsewhere} if self.elsewhere else {}),
             **(pool if self.block_bytes else {}),
             **(states if self.states_bytes else {}),
             "work_space_bytes": dict(self.work),
@@ -209,12 +215,14 @@ def plan_memory(
     rank: int = 0,
     weight_format: WeightFormat | None = None,
     draft: PreparedModel | None = None,
+    loaded_bytes: int = 0,
 ) -> MemoryPlan:
     """Return what a model takes of this device's memory, and the size of its KV pool.
 
     rank: of the worker; on a CPU the plan is that of all workers, which share its memory.
     weight_format: None for the one that settings and device choose.
     draft: a model that `require_draft_model` accepts.
+    loaded_bytes: of weights that are in memory already, for all engines that have them.
     Raises ConfigError for a setting that is impossible for this model.
     """
     cache = config.cache
@@ -228,7 +236,7 @@ def plan_memory(
     work = model.work + drafter.work + encoding
     token_bytes = [sum(both) for both in zip(model.token_bytes, drafter.token_bytes, strict=True)]
     block_bytes = cache.block_size * sum(token_bytes[rank] for rank in setup.ranks)
-    free = device.free_bytes(cache)
+    free = device.free_bytes(cache, loaded_bytes)
 
     row_bytes = _row_bytes(setup, layout, free, block_bytes, drafter.keeps_contents)
     work += device.row_memory(config, row_bytes)
@@ -240,7 +248,10 @@ def plan_memory(
     if device.converts_here and conversion > 0:
         work["conversion of weights"] = conversion
 
-    weights_bytes = model.weights.total() + drafter.weights.total() + vision_weights
+    elsewhere = 0
+    if can_share_weights(setup.spec, setup.weight_format):
+        elsewhere = model.elsewhere + drafter.elsewhere
+    weights_bytes = model.weights.total() + drafter.weights.total() + vision_weights - elsewhere
     left = max(0, free - weights_bytes - work.total())
     state_bytes = _state_bytes(setup)
     num_state_slots = _num_state_slots(config, left, state_bytes) if state_bytes else 0
@@ -268,7 +279,13 @@ def plan_memory(
         num_state_slots=num_state_slots,
         state_bytes=state_bytes,
         slots_per_sequence=slots_per_sequence(cache.enable_prefix_caching),
+        elsewhere=elsewhere,
     )
+
+
+def can_share_weights(spec: ModelSpec, weight_format: WeightFormat) -> bool:
+    """Return whether workers can have weights of this model in the same memory."""
+    return bool(weight_format.shared_forms) and not isinstance(spec, TransformersSpec)
 
 
 # ---- Weights and steps, of the served model and of what drafts for it ----
@@ -282,6 +299,7 @@ class _ModelMemory:
     token_bytes: KV of a token on each rank of the model, those outside the setup included.
     conversion: what converting the weights takes beside them.
     keeps_contents: whether rows record what its KV holds (KVContents).
+    elsewhere: as in MemoryPlan.
     """
 
     weights: Counter[str]
@@ -289,6 +307,7 @@ class _ModelMemory:
     token_bytes: list[int]
     conversion: int = 0
     keeps_contents: bool = False
+    elsewhere: int = 0
 
     @classmethod
     def none(cls, num_ranks: int) -> Self:
@@ -350,15 +369,29 @@ def _head_memory(served: ModelSetup, draft: PreparedModel) -> _ModelMemory:
     device.refuse_draft(setup, dtype)
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
-    for _ in setup.ranks:
-        weights += head_bytes(draft, head, dtype, device, setup.weight_format)
+    elsewhere = 0
+    for rank in setup.ranks:
+        sizes = head_bytes(draft, head, dtype, device, setup.weight_format)
+        weights += sizes
+        shared = sum(sizes[form] for form in setup.weight_format.shared_forms)
+        elsewhere += _elsewhere(setup, rank, shared)
         work += _step_memory(setup, head)
         # What is read of each step in flight is kept.
         vectors = 2 * len(head.residuals) + _HEAD_VECTORS + device.steps_in_flight
         num_floats = device.step_tokens(config.scheduler) * vectors * head.hidden_size
         work["hidden states of a draft head"] += num_floats * dtype.itemsize
     token_bytes = head.cache(dtype)[1].bytes_per_token
-    return _ModelMemory(weights=weights, work=work, token_bytes=[token_bytes] * setup.num_ranks)
+    return _ModelMemory(
+        weights=weights,
+        work=work,
+        token_bytes=[token_bytes] * setup.num_ranks,
+        elsewhere=elsewhere,
+    )
+
+
+def _elsewhere(setup: ModelSetup, rank: int, shared: int) -> int:
+    """Return the bytes that other engines count of weights that a worker of a rank can share."""
+    return int(shared * (1 - setup.device.weight_share(rank)))
 
 
 def _sharded_memory(
@@ -374,7 +407,7 @@ def _sharded_memory(
     """
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
-    conversion = 0
+    conversion = elsewhere = 0
     for rank in setup.ranks:
         if isinstance(setup.spec, TransformersSpec):
             weights[setup.weight_format.name] += setup.spec.num_weights * setup.dtype.itemsize
@@ -395,6 +428,7 @@ def _sharded_memory(
         sizes = builder.weight_sizes()
         weights += sizes.by_format
         conversion += sizes.conversion
+        elsewhere += _elsewhere(setup, rank, sizes.shared)
         work += _step_memory(setup, builder.spec)
         if has_adapters:
             named = setup.spec.weights()
@@ -414,6 +448,7 @@ def _sharded_memory(
         token_bytes=token_bytes,
         conversion=conversion,
         keeps_contents=keeps_contents,
+        elsewhere=elsewhere,
     )
 
 

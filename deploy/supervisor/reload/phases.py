@@ -260,7 +260,9 @@ class ConnectingFrontEnds(ReloadPhase):
         self._plan = plan
         self._engine = engine
         self._in_place = in_place
-        self._epochs = context.epochs.next_generation(plan.models, engine)
+        self._epochs = context.epochs.next_generation(
+            plan.models, engine, is_first=not context.errors
+        )
         self._next = self._epochs.numbers_of(engine)
         self._missing = set(range(context.num_front_ends))
         self._deadline = context.clock() + CONNECT_SECONDS
@@ -514,6 +516,7 @@ class StoppingGeneration(ReloadPhase):
         if self._context.children.of_generation(self._old.generation):
             return self
         self._context.epochs.remove_sockets(self._old.epoch, self._old.worker_epoch)
+        self._context.children.close_weight_files(self._context.epochs.weights_generation)
         return self._then()
 
     def note_message(self, message: Message) -> ReloadPhase:
@@ -558,7 +561,7 @@ class StartingNewEngine(ReloadPhase):
             return self
         epochs, children = self._context.epochs, self._context.children
         self._context.conclude(describe_death(dead))
-        failed = epochs.switch_to(epochs.next_generation(self._models, 0), 0)
+        failed = epochs.switch_to(epochs.next_generation(self._models, 0, is_first=True), 0)
         children.send_to_front_ends(DropEngine(failed.epoch))
         old = epochs.numbers_of(0)
         children.send_to_front_ends(NewEngine(old.epoch, old.worker_epoch, died=False))

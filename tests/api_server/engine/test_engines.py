@@ -7,10 +7,11 @@ import pytest
 
 from api_server.supervisor_commands import EngineSwitch, _run_command
 from proto.messages.engine_io import FinishReason
-from proto.messages.lifecycle import HealthStatus, NotReady, Restarted
+from proto.messages.lifecycle import HealthStatus, NotReady, Restarted, WeightFormatMemory
 from proto.messages.stats import SchedulerStats
 from proto.settings.config import LoRAConfig
 from tests.api_server.conftest import MODEL
+from tests.fakes import lifecycle_messages
 
 
 @pytest.fixture
@@ -326,6 +327,18 @@ async def test_metrics_have_the_engine_as_a_label(front_end):
     assert [value("vllm:num_requests_running", engine) for engine in (0, 1)] == [1, 2]
     assert [value("vllm:generation_tokens_total", engine) for engine in (0, 1)] == [0, 2]
     assert "tokend:queued_tokens 10.0" in text
+
+
+async def test_weights_that_engines_share_count_once(start):
+    async with start(ready=False, num_engines=2) as front_end:
+        weights = (WeightFormatMemory("packed", 90, True), WeightFormatMemory("f32", 5))
+        for engine in front_end.engines:
+            engine._send(lifecycle_messages.engine_ready(epoch=engine.epoch, weights=weights))
+        while front_end.app_state.client.missing_engines:
+            await asyncio.sleep(0.001)
+        text = (await front_end.http.get("/metrics")).text
+        assert 'tokend:weights_bytes{form="packed"} 90.0' in text
+        assert 'tokend:weights_bytes{form="f32"} 10.0' in text
 
 
 async def test_the_live_view_shows_the_engine_that_is_chosen(front_end):
