@@ -19,7 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
 from math import inf
@@ -130,6 +130,10 @@ def prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
     return keys
 
 
+_NO_KEY: Final = -1
+"""Not the key of a run: hash() never returns it."""
+
+
 class PrefixIndex:
     """Which engines have which runs of blocks on one medium; a set of engines is a bit mask.
 
@@ -144,10 +148,10 @@ class PrefixIndex:
         ]
         self._num_blocks = [0] * num_engines
 
-    def add(self, engine: int, keys: Sequence[int], capacity: int, now: float) -> float | None:
+    def add(self, engine: int, keys: Sequence[int], capacity: int, now: float) -> float:
         """Note that an engine has the runs of a prompt, and at most `capacity` blocks in all.
 
-        now: seconds. Returns when the blocks were last used that are evicted next; None if some
+        now: seconds. Returns when the blocks were last used that are evicted next; -inf if some
         are free.
         """
         runs, masks, bit = self._runs[engine], self._masks, 1 << engine
@@ -166,7 +170,7 @@ class PrefixIndex:
             self._num_blocks[engine] -= size[0]
             self._remove(key, bit)
         if self._num_blocks[engine] < FULL_SHARE * capacity:
-            return None
+            return -inf
         return next(iter(runs.values()))[1]
 
     def forget(self, engine: int) -> None:
@@ -179,23 +183,27 @@ class PrefixIndex:
     def tokens(self, keys: Sequence[int], block_size: int) -> dict[int, float]:
         """Return the leading tokens of a prompt that each engine has, if it has some."""
         found: dict[int, float] = {}
-        get, mask, num_runs = self._masks.get, -1, 0
-        for key in keys:
-            left = get(key, 0) & mask
+        get, mask = self._masks.get, -1
+        for num_runs, key in enumerate((*keys, _NO_KEY)):
+            left = get(key, 0)
             if left != mask:
                 if num_runs:
                     tokens = blocks_of(num_runs) * block_size
-                    for engine in engines_of(mask & ~left):
+                    for engine in engines_of(mask ^ left):
                         found[engine] = tokens
                 if not left:
-                    return found
+                    break
                 mask = left
-            num_runs += 1
-        if num_runs:
-            tokens = blocks_of(num_runs) * block_size
-            for engine in engines_of(mask):
-                found[engine] = tokens
         return found
+
+    def tokens_of(self, engine: int, keys: Sequence[int], block_size: int) -> int:
+        """Return the leading tokens of a prompt that an engine has."""
+        runs, num_runs = self._runs[engine], 0
+        for key in keys:
+            if key not in runs:
+                break
+            num_runs += 1
+        return blocks_of(num_runs) * block_size
 
     def _remove(self, key: int, bit: int) -> None:
         left = self._masks[key] & ~bit
@@ -205,10 +213,18 @@ class PrefixIndex:
             del self._masks[key]
 
 
-@lru_cache(maxsize=4096)
-def engines_of(mask: int) -> tuple[int, ...]:
-    """Return the engines of a mask."""
-    return tuple(index for index in range(mask.bit_length()) if mask >> index & 1)
+def engines_of(mask: int) -> list[int]:
+    """Return the engines of a mask, in a time that depends on their number, not on the highest."""
+    if mask.bit_count() == 1:
+        return [mask.bit_length() - 1]
+    bits = bin(mask)  # engine 0 is the last digit
+    last = len(bits) - 1
+    engines: list[int] = []
+    place = bits.find("1")
+    while place > 0:
+        engines.append(last - place)
+        place = bits.find("1", place + 1)
+    return engines
 
 
 @dataclass(slots=True)
@@ -246,9 +262,7 @@ class _Engine:
 
     capacities: blocks on the device, and with those of host and disk, each with the one before.
     prefill, num_choices: of the requests that this front end has sent; num_open: their number.
-    num_new_blocks: that it got since it is up. tail_used_at: last use of the blocks that it evicts
-    next; None if some are free.
-    load: as reported. active_at: its last step, or when it got a request while it was idle.
+    num_new_blocks: that it got since it is up. load: as reported.
     """
 
     capacities: tuple[int, ...] = ()
@@ -257,25 +271,39 @@ class _Engine:
     num_open: int = 0
     num_new_blocks: int = 0
     load: EngineLoad = field(default_factory=EngineLoad)
-    active_at: float = 0.0
-    tail_used_at: float | None = None
 
     @property
     def is_warm(self) -> bool:
         return bool(self.capacities) and self.num_new_blocks >= min(WARM_BLOCKS, self.capacities[0])
 
 
+@dataclass(slots=True)
+class _Tenant:
+    """A tenant with open requests. costs: of them, by engine. num_open: their number."""
+
+    costs: "array[float]"
+    num_open: int = 0
+
+
 class Router:
     """Chooses the engine of each request, and keeps what that depends on.
 
     num_engines: their number. clock: monotonic seconds.
+
+    What decisions read of all engines is in arrays, by engine, which lie in a few cache lines:
+        _costs: what it has to do, in tokens.
+        _tails_used_at: last use of the blocks that it evicts next; -inf if some are free.
+        _pressures: cost of a token that evicts one, 0 to 1, from _tails_used_at.
+        _active_at: its last step, or when it got a request while it was idle; inf if it is idle.
     """
 
     def __init__(self, num_engines: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._engines = [_Engine() for _ in range(num_engines)]
-        self._costs = [0.0] * num_engines
-        self._pressures = [0.0] * num_engines
+        self._costs = array("d", [0.0]) * num_engines
+        self._tails_used_at = array("d", [-inf]) * num_engines
+        self._pressures = array("d", [0.0]) * num_engines
+        self._active_at = array("d", [inf]) * num_engines
         self._stalled: set[int] = set()
         self._high: set[int] = set()
         self._new: set[int] = set()
@@ -283,7 +311,7 @@ class Router:
         self._indexes = [PrefixIndex(num_engines)]
         self._sent: dict[int, _Sent] = {}
         self._sessions: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        self._tenants: dict[int, dict[int, int]] = {}
+        self._tenants: dict[int, _Tenant] = {}
         self._num_misses = 0
         self._block_size = 1
 
@@ -297,17 +325,16 @@ class Router:
         if len(usable) == 1:
             return usable[0]
         usable, num_tokens = self._unloaded(usable), request.num_tokens
-        pressures, costs = self._pressures, list(self._costs)
-        if any(pressures):
-            costs = [
-                cost + num_tokens * pressure
-                for cost, pressure in zip(costs, pressures, strict=True)
-            ]
+        pressures, tenant = self._pressures, self._tenants.get(request.tenant)
+        costs = [
+            cost + num_tokens * pressure
+            for cost, pressure in zip(self._costs, pressures, strict=True)
+        ]
+        if tenant is not None:  # fairness: a tenant competes with itself first
+            costs = [cost + own for cost, own in zip(costs, tenant.costs, strict=True)]
         if len(usable) < len(costs):
-            costs = [cost if index in usable else inf for index, cost in enumerate(costs)]
-        if request.tenant:  # fairness: a tenant competes with itself first
-            for index, cost in self._tenants.get(request.tenant, {}).items():
-                costs[index] += cost
+            left_in = frozenset(usable)
+            costs = [cost if index in left_in else inf for index, cost in enumerate(costs)]
         credits = self._credits(request.keys)
         for index, credit in credits.items():
             costs[index] -= credit * (1.0 + pressures[index])
@@ -322,11 +349,12 @@ class Router:
             self._num_misses += 1
             if new and not self._num_misses % MISSES_PER_NEW:
                 return min(new, key=costs.__getitem__)
-        if most_found >= AFFINE_SHARE * num_tokens and _mixed(request.request_id) % EXPLORE_ONE_IN:
+        enough = AFFINE_SHARE * num_tokens
+        if most_found >= enough and _mixed(request.request_id) % EXPLORE_ONE_IN:
             affine = [
                 index
                 for index, credit in credits.items()
-                if credit >= AFFINE_SHARE * num_tokens and costs[index] < most
+                if credit >= enough and costs[index] < most
             ]
             if affine:
                 lowest = min(costs[index] for index in affine)
@@ -340,17 +368,14 @@ class Router:
         now = self._clock()
         if now >= self._stalls_checked_at + STALL_CHECK_SECONDS:
             self._stalls_checked_at = now
-            self._pressures = [
-                0.0
-                if engine.tail_used_at is None
-                else REUSE_SECONDS / (REUSE_SECONDS + now - engine.tail_used_at)
-                for engine in self._engines
-            ]
-            self._stalled = {
-                index
-                for index, engine in enumerate(self._engines)
-                if engine.num_open and engine.active_at <= now - STALL_SECONDS
-            }
+            span = REUSE_SECONDS + now
+            self._pressures = array(
+                "d", [REUSE_SECONDS / (span - used_at) for used_at in self._tails_used_at]
+            )
+            latest, self._stalled = now - STALL_SECONDS, set()
+            if min(self._active_at) <= latest:
+                actives = enumerate(self._active_at)
+                self._stalled = {index for index, active_at in actives if active_at <= latest}
         for left_out in (self._stalled, self._high):
             if left_out:
                 usable = [index for index in usable if index not in left_out] or usable
@@ -369,6 +394,16 @@ class Router:
                     known[engine] = tokens
         return credits
 
+    def _credit(self, engine: int, keys: Sequence[int]) -> float:
+        """Return the tokens of a prompt that an engine need not compute, by their media."""
+        credit, known = 0.0, 0
+        for worth, index in zip(CREDITS, self._indexes, strict=False):
+            tokens = index.tokens_of(engine, keys, self._block_size)
+            if tokens > known:
+                credit += (tokens - known) * worth
+                known = tokens
+        return credit
+
     def _best(self, engines: Sequence[int], request: RoutedRequest) -> int:
         """Return one of several engines of equal cost, the same one in every front end."""
         if len(engines) == 1:
@@ -382,7 +417,7 @@ class Router:
         """Note that an engine is ready and has nothing, and how many KV blocks there are."""
         self.note_down(engine)
         self._block_size = block_size
-        self._engines[engine] = _Engine(capacities=(min(num_blocks, MAX_BLOCKS),))
+        self._engines[engine].capacities = (min(num_blocks, MAX_BLOCKS),)
         if any(other.is_warm for other in self._engines):
             self._new.add(engine)
         self._update_cost(engine)
@@ -394,6 +429,7 @@ class Router:
             if sent.engine == engine:
                 self.note_finished(request_id)
         self._engines[engine] = _Engine()
+        self._tails_used_at[engine] = -inf
         self._new.discard(engine)
         self._high.discard(engine)
         self._update_cost(engine)
@@ -409,19 +445,24 @@ class Router:
             return
         self.note_finished(request.request_id)
         keys, known = request.keys, self._engines[engine]
-        credit = self._credits(keys).get(engine, 0.0)
-        prefill = max(1, request.num_tokens - int(credit))
+        prefill = max(1, request.num_tokens - int(self._credit(engine, keys)))
         sent = _Sent(engine, prefill, request.num_choices, request.tenant)
         self._sent[request.request_id] = sent
+        now = self._clock()
         if not known.num_open:
-            known.active_at = self._clock()
+            self._active_at[engine] = now
         known.num_open += 1
         known.prefill += prefill
-        self._add_tenant_cost(sent, sent.cost)
+        if sent.tenant:
+            tenant = self._tenants.get(sent.tenant)
+            if tenant is None:
+                tenant = _Tenant(array("d", [0.0]) * len(self._engines))
+                self._tenants[sent.tenant] = tenant
+            tenant.num_open += 1
+            tenant.costs[engine] += sent.cost
         self._update_cost(engine)
-        now = self._clock()
         for index, capacity in zip(self._indexes, known.capacities, strict=False):
-            known.tail_used_at = index.add(engine, keys, capacity, now)
+            self._tails_used_at[engine] = index.add(engine, keys, capacity, now)
         known.num_new_blocks += prefill // self._block_size
         if engine in self._new and known.is_warm:
             self._new.discard(engine)
@@ -439,9 +480,9 @@ class Router:
         known = self._engines[sent.engine]
         known.prefill -= sent.prefill
         known.num_choices += sent.num_choices
-        self._add_tenant_cost(sent, -sent.cost)
-        sent.prefill = 0
-        self._add_tenant_cost(sent, sent.cost)
+        before, sent.prefill = sent.cost, 0
+        if sent.tenant:
+            self._tenants[sent.tenant].costs[sent.engine] += sent.cost - before
         self._update_cost(sent.engine)
 
     def note_finished(self, request_id: int) -> None:
@@ -451,17 +492,25 @@ class Router:
             return
         known = self._engines[sent.engine]
         known.num_open -= 1
+        if not known.num_open:
+            self._active_at[sent.engine] = inf
+            self._stalled.discard(sent.engine)
         known.prefill -= sent.prefill
         known.num_choices -= 0 if sent.prefill else sent.num_choices
-        self._add_tenant_cost(sent, -sent.cost)
+        if sent.tenant:
+            tenant = self._tenants[sent.tenant]
+            tenant.num_open -= 1
+            tenant.costs[sent.engine] -= sent.cost
+            if not tenant.num_open:
+                del self._tenants[sent.tenant]
         self._update_cost(sent.engine)
 
     def note_load(self, engine: int, load: EngineLoad) -> None:
         """Note the statistics of an engine, which any front end may have received."""
         known = self._engines[engine]
         known.load = load
-        if load.timestamp > known.active_at:
-            known.active_at = load.timestamp
+        if known.num_open and load.timestamp > self._active_at[engine]:
+            self._active_at[engine] = load.timestamp
             self._stalled.discard(engine)
         if load.num_waiting >= MANY_WAITING or load.kv_usage >= HIGH_USAGE:
             self._high.add(engine)
@@ -488,17 +537,6 @@ class Router:
         self._costs[engine] = max(known.prefill, load.num_queued_tokens) + DECODE_TOKENS * max(
             known.num_choices, load.num_running
         )
-
-    def _add_tenant_cost(self, sent: _Sent, cost: int) -> None:
-        """Keep the cost of a tenant's requests by engine."""
-        if not sent.tenant:
-            return
-        costs = self._tenants.setdefault(sent.tenant, {})
-        costs[sent.engine] = costs.get(sent.engine, 0) + cost
-        if not costs[sent.engine]:
-            del costs[sent.engine]
-            if not costs:
-                del self._tenants[sent.tenant]
 
 
 _ODD: Final = 0x9E3779B97F4A7C15

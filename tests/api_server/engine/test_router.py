@@ -258,7 +258,7 @@ def test_what_an_engine_had_is_forgotten_with_it():
     rig.send(request, 2)
     rig.router.note_down(2)
     assert rig.router._credits(request.keys) == {}
-    assert rig.router._costs == [0, 0, 0, 0]
+    assert list(rig.router._costs) == [0, 0, 0, 0]
     assert rig.router._tenants == {}
     assert rig.router._indexes[0]._masks == {}
 
@@ -345,9 +345,31 @@ def test_the_index_agrees_with_sets_of_blocks():
                 if depth:
                     expected[number] = blocks_of(depth) * SIZE
             assert index.tokens(probe, SIZE) == expected
+            for number in range(3):
+                assert index.tokens_of(number, probe, SIZE) == expected.get(number, 0)
     for number in range(3):
         index.forget(number)
     assert index._masks == {}
+
+
+def test_an_index_knows_a_thousand_engines():
+    rng, index = random.Random(6), PrefixIndex(1000)
+    engines = rng.sample(range(1000), 400)
+    for engine in engines:
+        index.add(engine, list(range(1, rng.choice((3, 10)))), 4096, 0.0)
+    found = index.tokens(list(range(1, 10)), SIZE)
+    assert sorted(found) == sorted(engines)
+    assert found == {engine: index.tokens_of(engine, range(1, 10), SIZE) for engine in engines}
+    assert set(found.values()) == {2 * SIZE, 16 * SIZE}
+
+
+def test_only_usable_engines_are_chosen():
+    rig = Rig(8)
+    prompt = rig.tokens(1600)
+    rig.send(rig.request(prompt), 3)
+    usable = [engine for engine in rig.usable if engine != 3]
+    assert rig.router.choose(rig.request(prompt), usable) in usable
+    assert rig.router.choose(rig.request(prompt), range(8)) == 3
 
 
 @pytest.mark.parametrize(
