@@ -40,7 +40,7 @@ MISS_SHARE: Final = 0.5
 """A prompt of which every engine has less counts as a miss."""
 MANY_WAITING: Final = 8
 """Waiting choices from which on an engine is overloaded, if others have fewer."""
-HIGH_USAGE: Final = 0.8
+HIGH_USAGE: Final = 0.95
 """Used share of the KV pool from which on an engine is overloaded, if others use less."""
 STALL_SECONDS: Final = 2.0
 """Time without a step, although there are requests, after which an engine counts as stalled."""

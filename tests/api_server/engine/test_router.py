@@ -163,7 +163,7 @@ def test_affinity_ends_where_the_engine_is_overloaded_and_others_are_not():
     first = rig.request(prompt, session="s")
     rig.send(first, 1)
     rig.finish(first)
-    for load in (EngineLoad(num_waiting=MANY_WAITING), EngineLoad(kv_usage=0.85)):
+    for load in (EngineLoad(num_waiting=MANY_WAITING), EngineLoad(kv_usage=0.96)):
         rig.router.note_load(1, load)
         assert rig.choose(rig.request([*prompt, 1], session="s")) != 1
         for engine in rig.usable:
