@@ -19,7 +19,9 @@ SmolLM2's step times are fitted to the fastest steps of each shape in a trace of
 (`--sched-trace`) on two cores of a shared Xeon (Sapphire Rapids): 1, 2, 8 and 24 sequences that
 decode, and chunks of 256 tokens. Those of the H100 are assumed, not measured: an 8B model in
 bfloat16 (16 GB of weights and 128 KiB of KV a token at 3.35 TB/s, 16 GFLOP a token at 800 TFLOP/s,
-50 GB/s from host memory).
+50 GB/s from host memory). So are those of 70B: a model in bfloat16 with its layers on four H100s,
+one after the other (141 GB of weights and 320 KiB of KV a token at 3.2 TB/s, 141 GFLOP a token at
+700 TFLOP/s).
 """
 
 import argparse
@@ -84,6 +86,13 @@ MACHINES: Final = {
         ),
         block_ms=0.042,
         max_num_batched_tokens=8192,
+    ),
+    "assumed-70b": Machine(
+        step_model=StepModel(
+            base_ms=48.0, per_token_ms=0.2, per_row_ms=0.04, per_context_ms=0.0001
+        ),
+        block_ms=0.105,
+        max_num_batched_tokens=2048,
     ),
 }
 

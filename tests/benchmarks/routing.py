@@ -1,75 +1,82 @@
-"""What a decision of the router costs, and which prefixes meet at one engine because of it.
+"""How well and how fast the router chooses engines, beside other policies.
 
-    decisions   64 engines that hold prefixes of the prompts, prompts of 8,192 tokens. Hashing of
-                the prompt, the decision, and the notes about the request that was sent, apart.
-                Wall time, and time of the thread, which other programs do not lengthen as much.
-    replay      agents' sessions over some engines on a virtual clock: the router is the real one,
-                and so is the KV cache of each engine (blocks, hashes, evictions). An engine
-                computes prompts one after the other and decodes any number of requests. Hits are
-                compared with those of one engine with the whole pool, whose speed is that of all.
+    decisions   the router with 64 engines that hold prefixes of the prompts, prompts of 8,192
+                tokens. Hashing of the prompt, the decision, and the notes about the request that
+                was sent, apart. Wall time, and time of the thread, which other programs do not
+                lengthen as much.
+    hour        an hour of agents' and chat sessions over 4 engines on a virtual clock: the router,
+                and the scheduler and the KV cache of each engine, are the real ones; a step takes
+                as long as a linear model says. Hits are compared with those of one engine with the
+                whole pool, which is as fast as all together.
+    fleets      more engines: the real router over a model of an engine, whose step times are
+                fitted to those of the hour. The hour is thinned to some minutes; sessions are in
+                progress at the start, with their KV where the policy puts it. The same model runs
+                over the hour, too, which shows its error.
 
-A session has a system prompt that it shares with others, then turns: each appends the result of a
-tool, and the answer to it. Some sessions begin a subagent, which has another system prompt and the
-task. Number of turns and pauses are as published for coding agents (a median of 43 turns, 86.5 % of
-next turns within 1 s and 95 % within 10 s, subagents in 44 % of sessions); tokens are fewer.
+`fleet/` has the sessions, the engines and the policies.
 """
 
 import argparse
+import gc
 import heapq
+import itertools
 import json
 import random
 import statistics
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Final, TypeVar
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from api_server.engine.router import EngineLoad, RoutedRequest, Router
 from deploy.bench.limits import percentile
 from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
-from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.request import Request
+from engine_core.compiled import use_compiled
+
+if __name__ == "__main__":
+    use_compiled()  # before the import of any module with a compiled form
+
+from api_server.engine.router import RoutedRequest, Router
 from proto.errors import ConfigError
-from proto.messages.engine_io import AgentHint, EngineCoreRequest
-from proto.messages.sampling_params import SamplingParams
+from tests.benchmarks.agents import MACHINES, Machine
 from tests.benchmarks.command import run
+from tests.benchmarks.fleet.engines import (
+    ModelEngine,
+    RealEngine,
+    SimulatedEngine,
+    StepSample,
+    faster,
+    fit_steps,
+    prefill_rate,
+    without_context,
+)
+from tests.benchmarks.fleet.policies import POLICIES, ROUTER, ByRouter, Fleet, Policy
+from tests.benchmarks.fleet.traffic import (
+    AGENTS_PER_MINUTE,
+    BLOCK_SIZE,
+    MEAN_CONTEXT,
+    RequestWithoutTokens,
+    Session,
+    Traffic,
+    TurnRequest,
+    engine_request,
+    request_with_tokens,
+)
 
 Result = TypeVar("Result")
 
-BLOCK_SIZE: Final = 16
-VOCAB_SIZE: Final = 50_000
 LIMIT_US: Final = 50.0
 """Most microseconds that a decision may take, at p99."""
 HITS_PROMISED: Final = 0.95
 """Least hits of the router's engines, as a share of those of one engine with the whole pool."""
-TOKENS_PER_SECOND: Final = 4000.0
-"""Of prompts, by one of the engines."""
-DECODES_PER_SECOND: Final = 40.0
-"""Tokens of each request that decodes."""
-MAX_CONTEXT: Final = 48_000
-"""Tokens at which a session ends; it must fit into the pool of one engine."""
-NO_PARAMS: Final = SamplingParams(max_tokens=1)
-
-
-def engine_request(
-    request_id: int, tokens: list[int], session: str = "", tenant: int = 0
-) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        epoch=1,
-        request_id=request_id,
-        prompt_token_ids=tokens,
-        sampling_params=NO_PARAMS,
-        seed=0,
-        arrival_time=0.0,
-        tenant=tenant,
-        agent=AgentHint(session) if session else None,
-    )
+UNLIMITED: Final = 1 << 40
+"""Blocks of a pool that holds everything."""
 
 
 # ---- Decisions ----
@@ -81,7 +88,7 @@ def measure_decisions(num_engines: int, num_tokens: int, number: int) -> dict[st
     router = Router(num_engines, time.monotonic)
     for engine in range(num_engines):
         router.note_up(engine, BLOCK_SIZE, 20_000)
-    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)] for _ in range(50)]
+    prefixes = [_random_tokens(rng, num_tokens) for _ in range(50)]
     usable = range(num_engines)
     times: dict[str, list[float]] = {
         f"{part}{clock}": [] for part in ("hash", "choose", "note") for clock in ("", " (thread)")
@@ -96,7 +103,7 @@ def measure_decisions(num_engines: int, num_tokens: int, number: int) -> dict[st
 
     for request_id in range(number + num_engines * 8):
         shared = rng.choice(prefixes)[: rng.randrange(num_tokens)]
-        tokens = [*shared, *(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens - len(shared)))]
+        tokens = [*shared, *_random_tokens(rng, num_tokens - len(shared))]
         request = router.describe(engine_request(request_id, tokens, tenant=request_id % 5))
         timed("hash", _hashed, request)
         engine = timed("choose", router.choose, request, usable)
@@ -104,6 +111,10 @@ def measure_decisions(num_engines: int, num_tokens: int, number: int) -> dict[st
         router.note_token(request_id - num_engines * 2)
         router.note_finished(request_id - num_engines * 8)
     return {name: values[-number:] for name, values in times.items()}
+
+
+def _random_tokens(rng: random.Random, number: int) -> list[int]:
+    return [rng.randrange(50_000) for _ in range(number)]
 
 
 def _hashed(request: RoutedRequest) -> tuple[Sequence[int], int]:
@@ -114,362 +125,301 @@ def _hashed(request: RoutedRequest) -> tuple[Sequence[int], int]:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Tokens that a turn adds to the context of its session, and the pause after its answer."""
-
-    new_tokens: list[int]
-    answer: list[int]
-    pause: float
-
-
-@dataclass(frozen=True)
-class Session:
-    """A session of an agent. arrival: seconds. parent: turn of another session that begins it."""
-
-    name: str
-    system: list[int]
-    turns: list[Turn]
-    arrival: float
-    subagents: dict[int, "Session"] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        turns = sum(len(turn.new_tokens) + len(turn.answer) for turn in self.turns)
-        return len(self.system) + turns
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """num_sessions: without subagents. rate: sessions in a second."""
-
-    num_sessions: int
-    rate: float
-    seed: int
-
-    def sessions(self) -> list[Session]:
-        rng = random.Random(self.seed)
-        systems = [_tokens(rng, rng.randrange(1500, 4000)) for _ in range(6)]
-        arrival, found = 0.0, []
-        for number in range(self.num_sessions):
-            arrival += rng.expovariate(self.rate)
-            num_turns = max(4, round(rng.lognormvariate(3.76, 0.5)))  # a median of 43
-            session = _session(rng, f"s{number}", rng.choice(systems[:4]), num_turns, arrival)
-            if rng.random() < 0.44:
-                for index in range(rng.randrange(1, 3)):
-                    name, system = f"s{number}.{index}", rng.choice(systems[4:])
-                    child = _session(rng, name, system, rng.randrange(4, 16), 0.0)
-                    session.subagents[rng.randrange(num_turns)] = child
-            found.append(session)
-        return found
-
-
-def _tokens(rng: random.Random, number: int) -> list[int]:
-    return [rng.randrange(VOCAB_SIZE) for _ in range(number)]
-
-
-def _session(
-    rng: random.Random, name: str, system: list[int], num_turns: int, arrival: float
-) -> Session:
-    turns: list[Turn] = []
-    length = len(system)
-    while len(turns) < num_turns and length < MAX_CONTEXT:
-        new = _tokens(rng, min(4000, round(rng.lognormvariate(5.3, 0.9))))
-        answer = _tokens(rng, max(8, min(400, round(rng.lognormvariate(4.2, 0.7)))))
-        draw = rng.random()
-        pause = rng.uniform(0.05, 1.0)
-        if draw > 0.865:
-            pause = rng.uniform(1.0, 10.0) if draw < 0.95 else rng.uniform(10.0, 90.0)
-        turns.append(Turn(new, answer, pause))
-        length += len(new) + len(answer)
-    return Session(name, system, turns, arrival)
-
-
-class Engine:
-    """The KV cache of an engine, and a queue before its prompts.
-
-    speed: prompt tokens in a second. free_at: when the prompts that it has are computed.
-    """
-
-    def __init__(self, num_blocks: int, speed: float) -> None:
-        self.cache = KVCacheManager(num_blocks + 1, BLOCK_SIZE, True, bytes(32))
-        self.speed = speed
-        self.free_at = 0.0
-        self.num_running = 0
-        self.waiting: deque[TurnRequest] = deque()
-
-    def start(self, turn: "TurnRequest", now: float) -> bool:
-        """Give a turn blocks and compute its prompt; False if the pool has too few."""
-        request = Request(
-            seq_id=turn.request_id,
-            request_id=turn.request_id,
-            prompt_token_ids=turn.tokens,
-            sampling_params=NO_PARAMS,
-            hasher=self.cache.hasher,
-        )
-        cached = self.cache.get_computed_blocks(request)
-        num_new = len(turn.tokens) - cached.num_tokens
-        lookahead = len(turn.answer)
-        if self.cache.allocate_slots(request, num_new, cached, lookahead) is None:
-            return False
-        turn.num_cached = cached.num_tokens
-        request.num_computed_tokens = len(turn.tokens)
-        turn.request = request
-        self.free_at = max(now, self.free_at) + num_new / self.speed
-        turn.first_token_at = self.free_at
-        self.num_running += 1
-        return True
-
-    def finish(self, turn: "TurnRequest") -> None:
-        request = turn.request
-        assert request is not None
-        request.all_token_ids.extend(turn.answer)
-        self.cache.allocate_slots(request, len(turn.answer) - 1)
-        request.num_computed_tokens += len(turn.answer) - 1
-        self.cache.free(request)
-        self.num_running -= 1
-
-
-@dataclass
-class TurnRequest:
-    """A turn as a request. arrived: seconds of the virtual clock."""
-
-    request_id: int
-    session: Session
-    number: int
-    tokens: list[int]
-    arrived: float
-    engine: int = 0
-    num_cached: int = 0
-    first_token_at: float = 0.0
-    request: Request | None = None
-
-    @property
-    def answer(self) -> list[int]:
-        return self.session.turns[self.number].answer
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """What a policy achieved. balance: most prompt tokens computed by an engine, over the mean."""
+    """What a policy achieved. Times of first tokens in seconds; of a turn that has none, until now.
+
+    hit_rate: cached tokens of the prompts that were computed. balance: most tokens that an engine
+    computed, over the mean. p50_us, p99_us: thread time of decisions, hashing apart.
+    """
 
     hit_rate: float
     p50_first_token: float
     p99_first_token: float
-    seconds: float
     balance: float
+    p50_us: float
+    p99_us: float
     num_turns: int
 
 
-Policy = Callable[["Replay", RoutedRequest], int]
-
-
-def by_router(replay: "Replay", request: RoutedRequest) -> int:
-    return replay.router.choose(request, range(len(replay.engines)))
-
-
-def round_robin(replay: "Replay", request: RoutedRequest) -> int:
-    return request.request_id % len(replay.engines)
-
-
-def least_load(replay: "Replay", request: RoutedRequest) -> int:
-    """vLLM's balancer: waiting requests count four times."""
-    loads = [len(engine.waiting) * 4 + engine.num_running for engine in replay.engines]
-    return min(range(len(loads)), key=loads.__getitem__)
-
-
 class Replay:
-    """Sessions over engines. names_sessions: the clients name their sessions."""
+    """Sessions over equal engines, from second 0 to a time.
+
+    num_blocks: of the pool of each engine. kind: the real engines, or the model. turns: all that
+    arrived.
+    """
 
     def __init__(
         self,
         sessions: Sequence[Session],
         num_engines: int,
         num_blocks: int,
-        speed: float,
-        policy: Policy,
-        *,
-        names_sessions: bool,
+        machine: Machine,
+        policy: type[Policy],
+        kind: Callable[[Machine, int], SimulatedEngine],
     ) -> None:
         self.now = 0.0
-        self.engines = [Engine(num_blocks, speed) for _ in range(num_engines)]
-        self.router = Router(num_engines, lambda: self.now)
-        for index in range(num_engines):
-            self.router.note_up(index, BLOCK_SIZE, num_blocks)
-        self._policy = policy
-        self._names_sessions = names_sessions
+        self.engines = [kind(machine, num_blocks) for _ in range(num_engines)]
+        self.turns: list[TurnRequest] = []
+        fleet = Fleet(num_engines, num_blocks, prefill_rate(machine), lambda: self.now)
+        self._policy = policy(fleet)
+        self._describe = request_with_tokens if kind is RealEngine else RequestWithoutTokens
+        self._microseconds: list[float] = []
+        self._ends = [inf] * num_engines
+        self._num_events = self._num_requests = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_events = 0
-        self._num_requests = 0
-        self._done: list[TurnRequest] = []
+        self._warm([session for session in sessions if session.first_turn])
         for session in sessions:
-            self._at(session.arrival, partial(self._begin, session, 0, []))
+            self._at(session.arrival, partial(self._begin, session, session.first_turn))
 
-    def run(self) -> Outcome:
-        while self._events:
+    def run(self, until: float) -> Outcome:
+        gc.collect()  # earlier replays; during this one it would count as time of decisions
+        self._microseconds.clear()
+        while self._events and self._events[0][0] <= until:
             self.now, _, event = heapq.heappop(self._events)
             event()
-        done = self._done
-        waits = [turn.first_token_at - turn.arrived for turn in done]
+        self.now = until
+        begun = [turn for turn in self.turns if turn.first_token_at is not None]
+        waits = [
+            (until if turn.first_token_at is None else turn.first_token_at) - turn.arrived
+            for turn in self.turns
+        ]
         computed = [0] * len(self.engines)
-        for turn in done:
-            computed[turn.engine] += len(turn.tokens) - turn.num_cached
-        num_tokens = sum(len(turn.tokens) for turn in done)
+        for turn in begun:
+            computed[turn.engine] += turn.num_tokens - turn.num_cached + turn.answer
         return Outcome(
-            hit_rate=sum(turn.num_cached for turn in done) / num_tokens,
+            hit_rate=sum(turn.num_cached for turn in begun) / sum(t.num_tokens for t in begun),
             p50_first_token=statistics.median(waits),
             p99_first_token=percentile(waits, 99),
-            seconds=self.now,
             balance=max(computed) / statistics.mean(computed),
-            num_turns=len(done),
+            p50_us=statistics.median(self._microseconds),
+            p99_us=percentile(self._microseconds, 99),
+            num_turns=len(begun),
         )
+
+    def _warm(self, sessions: Sequence[Session]) -> None:
+        """Let engines have the KV of sessions in progress, as if all of them were open at once."""
+        turns = []
+        for session in sessions:
+            turn = self._request(session, session.first_turn - 1)
+            turn.num_tokens, turn.answer = turn.num_tokens + turn.answer, 1
+            self._send(turn)
+            self.engines[turn.engine].warm(turn)
+            turns.append(turn)
+        for turn in turns:
+            self._policy.note_token(turn)
+            self._policy.note_finished(turn)
 
     def _at(self, moment: float, event: Callable[[], None]) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (moment, self._num_events, event))
 
-    def _begin(self, session: Session, number: int, context: list[int]) -> None:
-        """A turn arrives, and the subagent that it begins."""
-        turn, tokens = session.turns[number], context or list(session.system)
-        tokens = [*tokens, *turn.new_tokens]
-        child = session.subagents.get(number)
-        if child is not None:
-            self._begin(child, 0, [])
+    def _request(self, session: Session, number: int) -> TurnRequest:
         self._num_requests += 1
-        request = TurnRequest(self._num_requests, session, number, tokens, self.now)
-        name = session.name if self._names_sessions else ""
-        routed = self.router.describe(engine_request(request.request_id, tokens, name))
-        for index, engine in enumerate(self.engines):
-            if engine.num_running:
-                self.router.note_load(index, EngineLoad(timestamp=self.now))
-        request.engine = self._policy(self, routed)
-        self.router.note_sent(routed, request.engine)
-        chosen = self.engines[request.engine]
-        chosen.waiting.append(request)
-        self._start_waiting(chosen)
+        length, answer = session.prompt_lengths[number], session.turns[number].answer
+        return TurnRequest(self._num_requests, session, number, self.now, length, answer)
 
-    def _start_waiting(self, engine: Engine) -> None:
-        while engine.waiting and engine.start(engine.waiting[0], self.now):
-            turn = engine.waiting.popleft()
-            self._at(turn.first_token_at, partial(self._first_token, turn))
+    def _begin(self, session: Session, number: int) -> None:
+        """A turn arrives, and the subagents that it begins."""
+        for child in session.subagents.get(number, ()):
+            self._at(self.now, partial(self._begin, child, 0))
+        turn = self._request(session, number)
+        self.turns.append(turn)
+        self._send(turn)
+        self.engines[turn.engine].submit(turn, self.now)
+        self._watch(turn.engine)
 
-    def _first_token(self, turn: TurnRequest) -> None:
-        self.router.note_token(turn.request_id)
-        self._at(self.now + len(turn.answer) / DECODES_PER_SECOND, partial(self._finish, turn))
+    def _send(self, turn: TurnRequest) -> None:
+        policy = self._policy
+        request = self._describe(turn, named=policy.names_sessions)
+        _hashed(request)
+        began = time.thread_time()
+        turn.engine = policy.choose(turn, request)
+        self._microseconds.append((time.thread_time() - began) * 1e6)
+        policy.note_sent(turn, request)
 
-    def _finish(self, turn: TurnRequest) -> None:
-        engine = self.engines[turn.engine]
-        engine.finish(turn)
-        self.router.note_finished(turn.request_id)
-        self._done.append(turn)
-        if turn.number + 1 < len(turn.session.turns):
-            context = [*turn.tokens, *turn.answer]
-            pause = turn.session.turns[turn.number].pause
-            self._at(self.now + pause, partial(self._begin, turn.session, turn.number + 1, context))
-        turn.request, turn.tokens = None, range(len(turn.tokens))  # type: ignore[assignment]
-        self._start_waiting(engine)
+    def _watch(self, index: int) -> None:
+        """Look at an engine when it ends what it computes, which an arrival may have changed."""
+        end = self.engines[index].next_end
+        if end != self._ends[index]:
+            self._ends[index] = end
+            if end < inf:
+                self._at(end, partial(self._advance, index, end))
+
+    def _advance(self, index: int, end: float) -> None:
+        engine = self.engines[index]
+        if engine.next_end != end:
+            return
+        for turn, has_ended in engine.advance(self.now):
+            if has_ended:
+                self._end(turn)
+            else:
+                turn.first_token_at = self.now
+                self._policy.note_token(turn)
+        self._policy.note_load(index, engine.load(self.now))
+        self._watch(index)
+
+    def _end(self, turn: TurnRequest) -> None:
+        turn.ended_at = self.now
+        self._policy.note_finished(turn)
+        session, number = turn.session, turn.number + 1
+        if number < len(session.turns):
+            pause = session.turns[turn.number].pause
+            self._at(self.now + pause, partial(self._begin, session, number))
 
 
-def working_set(sessions: Sequence[Session], num_engines: int) -> int:
-    """Return the most blocks of live sessions, with a pool that holds everything."""
+def working_set(turns: Sequence[TurnRequest]) -> int:
+    """Return the most blocks of live sessions, of their own chains, from their turns."""
     changes: list[tuple[float, int]] = []
-    total = sum(session.num_tokens for session in _all(sessions))
-    replay = Replay(
-        sessions,
-        1,
-        total // BLOCK_SIZE + 1000,
-        num_engines * TOKENS_PER_SECOND,
-        by_router,
-        names_sessions=True,
-    )
-    replay.run()
-    began: dict[str, float] = {}
-    for turn in replay._done:
-        began.setdefault(turn.session.name, turn.arrived)
-    ended = {turn.session.name: turn for turn in replay._done}
-    for name, last in ended.items():
-        size = (len(last.tokens) + len(last.answer)) // BLOCK_SIZE
-        changes += [(began[name], size), (last.first_token_at, -size)]
-    live = most = 0
-    for _, change in sorted(changes):
-        live += change
-        most = max(most, live)
-    return most
+    sizes: dict[str, int] = {}
+    for turn in turns:
+        session = turn.session
+        size = turn.num_blocks - session.num_shared
+        changes.append((turn.arrived, size - sizes.get(session.name, 0)))
+        sizes[session.name] = size
+        if turn.number + 1 == len(session.turns) and turn.ended_at is not None:
+            changes.append((turn.ended_at, -size))
+    return max(itertools.accumulate(change for _, change in sorted(changes)))
 
 
-def _all(sessions: Sequence[Session]) -> Iterator[Session]:
-    for session in sessions:
-        yield session
-        yield from session.subagents.values()
+# ---- The hour, and the fleets ----
 
 
-def replay_policies(
-    traffic: Traffic, num_engines: int, share: float, console: Console
-) -> dict[str, Outcome]:
-    """Return the outcome of one engine with the whole pool, and of each policy."""
-    sessions = traffic.sessions()
-    needed = working_set(sessions, num_engines)
-    num_blocks = int(needed * share) // num_engines
-    longest = max(session.num_tokens for session in _all(sessions))
+@dataclass(frozen=True)
+class Hour:
+    """Outcomes of the hour by policy, and of the model of engines.
+
+    num_blocks: of the pool of an engine. machine: the fitted one. step_error: median error of its
+    steps, as a share. whole: one engine with the whole pool.
+    """
+
+    num_blocks: int
+    machine: Machine
+    step_error: float
+    whole: Outcome
+    real: dict[str, Outcome]
+    model: dict[str, Outcome]
+
+
+def run_hour(traffic: Traffic, machine: Machine, share: float, console: Console) -> Hour:
+    """Run each policy. share: of the working set, that all pools have together."""
+    number, seconds, sessions = traffic.num_engines, traffic.seconds, traffic.sessions()
+    even = without_context(machine)
+    replay = Replay(sessions, number, UNLIMITED, even, ByRouter, ModelEngine)
+    replay.run(seconds)
+    needed = working_set(replay.turns)
+    num_blocks = int(needed * share) // number
+    longest = max(turn.session.num_tokens for turn in replay.turns)
     if num_blocks * BLOCK_SIZE < longest:
         raise ConfigError(
             f"a session of {longest} tokens does not fit into {num_blocks} blocks: more "
-            "--sessions or a larger --share make the pools larger"
+            "--replay-engines or a larger --share make the pools larger"
         )
-    console.print(f"working set: {needed} blocks; {num_blocks} for each of {num_engines} engines")
-    cases: dict[str, tuple[int, Policy, bool]] = {
-        "one engine": (1, by_router, True),
-        "router": (num_engines, by_router, True),
-        "router, sessions unnamed": (num_engines, by_router, False),
-        "least load": (num_engines, least_load, True),
-        "round robin": (num_engines, round_robin, True),
+    console.print(f"working set: {needed} blocks; {num_blocks} for each of {number} engines")
+    fast = faster(machine, number)
+    replay = Replay(sessions, 1, num_blocks * number, fast, ByRouter, RealEngine)
+    whole = replay.run(seconds)
+    real: dict[str, Outcome] = {}
+    samples: list[StepSample] = []
+    for name, policy in POLICIES.items():
+        replay = Replay(sessions, number, num_blocks, machine, policy, RealEngine)
+        real[name] = replay.run(seconds)
+        if name == ROUTER:
+            engines = [engine for engine in replay.engines if isinstance(engine, RealEngine)]
+            samples = [sample for engine in engines for sample in engine.samples]
+    step_model, error = fit_steps(samples)
+    fitted = replace(machine, step_model=step_model)
+    model = run_model(traffic, sessions, fitted, num_blocks)
+    return Hour(num_blocks, fitted, error, whole, real, model)
+
+
+def run_model(
+    traffic: Traffic, sessions: Sequence[Session], machine: Machine, num_blocks: int
+) -> dict[str, Outcome]:
+    """Return the outcome of each policy with models of engines."""
+    number, seconds = traffic.num_engines, traffic.seconds
+    return {
+        name: Replay(sessions, number, num_blocks, machine, policy, ModelEngine).run(seconds)
+        for name, policy in POLICIES.items()
     }
-    outcomes = {}
-    for name, (number, policy, names_sessions) in cases.items():
-        factor = num_engines // number
-        outcomes[name] = Replay(
-            sessions,
-            number,
-            num_blocks * factor,
-            TOKENS_PER_SECOND * factor,
-            policy,
-            names_sessions=names_sessions,
-        ).run()
-    return outcomes
+
+
+def fleets(text: str) -> list[tuple[int, float]]:
+    """Parse numbers of engines and their minutes, as in "64:10,1000:0.5"; for `type=`."""
+    found = []
+    for part in filter(None, text.split(",")):
+        number, _, minutes = part.partition(":")
+        found.append((at_least_one(number), positive(minutes)))
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = BenchParser(prog="routing", description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", type=at_least_one, default=64, help="of the decisions")
-    parser.add_argument("--tokens", type=at_least_one, default=8192, help="of a prompt")
-    parser.add_argument("--decisions", type=at_least_one, default=2000)
-    parser.add_argument("--replay-engines", type=at_least_one, default=4)
-    parser.add_argument("--sessions", type=at_least_one, default=30)
-    parser.add_argument("--rate", type=positive, default=0.5, help="sessions in a second")
-    parser.add_argument("--share", type=positive, default=0.5, help="of the working set, all pools")
-    parser.add_argument("--seed", type=at_least_one, default=1)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as one JSON object")
+    parser = BenchParser(prog="routing", description=__doc__)
+    add = parser.add_argument
+    add("--engines", type=at_least_one, default=64, help="of the decisions (64)")
+    add("--tokens", type=at_least_one, default=8192, help="of a prompt (8192)")
+    add("--decisions", type=at_least_one, default=2000, help="(2000)")
+    add("--replay-engines", type=at_least_one, default=4, help="of the hour (4)")
+    add("--minutes", type=positive, default=60.0, help="of the hour (60)")
+    add(
+        "--fleets",
+        type=fleets,
+        default=fleets("64:10,1000:0.5"),
+        metavar="N:MINUTES,…",
+        help="engines and minutes of the fleets (64:10,1000:0.5)",
+    )
+    add("--agents-per-minute", type=positive, default=AGENTS_PER_MINUTE, help="of an engine (0.28)")
+    add("--share", type=positive, default=1.5, help="of the working set, all pools together (1.5)")
+    add("--machine", choices=list(MACHINES), default="assumed-70b", help="step times (assumed-70b)")
+    add("--seed", type=at_least_one, default=1, help="of the sessions (1)")
+    add("--json", metavar="FILE", help="write the figures as one JSON object")
     return parser
 
 
 def main(words: Sequence[str]) -> int:
+    """Print the tables; return 1 if decisions are too slow, or the router finds too little."""
+    gc.disable()
     options, console = parser().parse_args(words), Console()
+    machine = MACHINES[options.machine]
+    traffic = Traffic(
+        options.replay_engines,
+        60 * options.minutes,
+        options.seed,
+        machine.step_model.seconds(8, 8, 8 * MEAN_CONTEXT),
+        options.agents_per_minute,
+    )
     with writable("--json", options.json) as files:
         times = measure_decisions(options.engines, options.tokens, options.decisions)
         show_times(times, console)
-        traffic = Traffic(options.sessions, options.rate, options.seed)
-        outcomes = replay_policies(traffic, options.replay_engines, options.share, console)
-        show_outcomes(outcomes, console)
+        hour = run_hour(traffic, machine, options.share, console)
+        show_hour(hour, traffic, console)
+        found: dict[str, dict[str, Outcome]] = {}
+        for number, minutes in options.fleets:
+            fleet = replace(traffic, num_engines=number, seconds=60 * minutes)
+            outcomes = run_model(fleet, fleet.sessions(), hour.machine, hour.num_blocks)
+            found[f"{number} engines, {minutes:g} minutes"] = outcomes
+            show_outcomes(
+                f"{number} engines, a model of them, {minutes:g} minutes", outcomes, console
+            )
         figures = {
             "microseconds": {
                 name: [statistics.median(values), percentile(values, 99)]
                 for name, values in times.items()
             },
-            "replay": {name: vars(outcome) for name, outcome in outcomes.items()},
+            "num_blocks": hour.num_blocks,
+            "step_model": msgspec.to_builtins(hour.machine.step_model),
+            "step_error": hour.step_error,
+            "one engine": vars(hour.whole),
+            "hour": {name: vars(outcome) for name, outcome in hour.real.items()},
+            "hour, model": {name: vars(outcome) for name, outcome in hour.model.items()},
+            "fleets": {
+                title: {name: vars(outcome) for name, outcome in outcomes.items()}
+                for title, outcomes in found.items()
+            },
         }
         write(files, json.dumps(figures))
-    whole, routed = outcomes["one engine"].hit_rate, outcomes["router"].hit_rate
     is_quick = percentile(times["choose (thread)"], 99) <= LIMIT_US
-    return 0 if is_quick and routed >= HITS_PROMISED * whole else 1
+    finds_enough = hour.real[ROUTER].hit_rate >= HITS_PROMISED * hour.whole.hit_rate
+    return 0 if is_quick and finds_enough else 1
 
 
 def show_times(times: dict[str, list[float]], console: Console) -> None:
@@ -479,13 +429,33 @@ def show_times(times: dict[str, list[float]], console: Console) -> None:
     console.print(table)
 
 
-def show_outcomes(outcomes: dict[str, Outcome], console: Console) -> None:
-    whole = outcomes["one engine"].hit_rate
-    table = Table("", "hits", "of one engine", "first token p50", "p99", "balance", "seconds")
+def show_hour(hour: Hour, traffic: Traffic, console: Console) -> None:
+    number, minutes = traffic.num_engines, traffic.seconds / 60
+    outcomes = {"one engine": hour.whole, **hour.real}
+    show_outcomes(f"{number} engines, {minutes:g} minutes", outcomes, console)
+    show_outcomes(f"the same, a model of the engines, {minutes:g} minutes", hour.model, console)
+    model = hour.machine.step_model
+    console.print(
+        f"a step of the model takes {model.base_ms:.4g} ms + {model.per_token_ms:.4g} a token + "
+        f"{model.per_row_ms:.4g} a row; half of the steps differ by more than "
+        f"{100 * hour.step_error:.1f} %"
+    )
+
+
+def show_outcomes(title: str, outcomes: dict[str, Outcome], console: Console) -> None:
+    heads = ("", "hits", "first token p50, s", "p99, s", "balance", "µs p50", "p99", "turns")
+    table = Table(*heads, title=title)
     for name, each in outcomes.items():
-        first = (f"{each.p50_first_token:.2f}", f"{each.p99_first_token:.2f}")
-        shares = (f"{each.hit_rate:.4f}", f"{each.hit_rate / whole:.4f}")
-        table.add_row(name, *shares, *first, f"{each.balance:.2f}", f"{each.seconds:.0f}")
+        table.add_row(
+            name,
+            f"{each.hit_rate:.4f}",
+            f"{each.p50_first_token:.2f}",
+            f"{each.p99_first_token:.2f}",
+            f"{each.balance:.2f}",
+            f"{each.p50_us:.0f}",
+            f"{each.p99_us:.0f}",
+            str(each.num_turns),
+        )
     console.print(table)
 
 

@@ -60,10 +60,10 @@ def fit(lines: Sequence[TraceLine], overlapped: bool) -> StepModel:
     if len(times) < FEWEST:
         raise TooFewStepsError(f"{len(times)} steps are too few to know how long they take")
     features, measured = np.array(shapes, dtype=np.float64), np.array(times)
-    weights = _least_squares(features, measured)
+    weights = least_squares(features, measured)
     errors = np.abs(features @ weights - measured)
     kept = errors <= np.quantile(errors, _TRIMMED)
-    weights = _least_squares(features[kept], measured[kept])
+    weights = least_squares(features[kept], measured[kept])
     base, per_token, per_row, per_context = (float(each) / 1e3 for each in weights)
     return StepModel(
         base_ms=base + (0.0 if overlapped else _turnaround(lines) / 1e3),
@@ -107,7 +107,7 @@ def _turnaround(lines: Sequence[TraceLine]) -> float:
     return float(np.median(found)) if found else 0.0
 
 
-def _least_squares(features: Matrix, measured: Matrix) -> Matrix:
+def least_squares(features: Matrix, measured: Matrix) -> Matrix:
     """Solve least squares; negative terms are removed, the most negative one first."""
     used = list(range(features.shape[1]))
     weights = np.zeros(features.shape[1])
