@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, Final
 
 from api_server.generation.app_state import RequestContext
-from api_server.generation.encoders.base import ResponseEncoder, ResponseOptions
+from api_server.generation.encoders.base import ResponseEncoder, ResponseOptions, json_parts
 from api_server.generation.engine_call import EngineCall, check_response_size
 from api_server.generation.request_stream import (
     MAX_UNSENT_BYTES,
@@ -22,8 +22,14 @@ from api_server.generation.request_stream import (
     StreamNotifier,
     Timeline,
 )
-from api_server.generation.response import GenerationResponse
-from api_server.generation.sampling import SEED_MASK, EndpointOptions, logit_edits, sampling_params
+from api_server.generation.response import GenerationResponse, JsonResponse
+from api_server.generation.sampling import (
+    NO_EDITS,
+    SEED_MASK,
+    EndpointOptions,
+    logit_edits,
+    sampling_params,
+)
 from api_server.generation.stream import TokenStream
 from api_server.parsers.called_tool import AgentTurn
 from api_server.parsers.output import PLAIN_TEXT, ContentStops
@@ -36,10 +42,12 @@ from api_server.text.detokenizer import Detokenizer, MarkerDetokenizer, NoText
 from api_server.text.prompts import Prompt, PromptReader
 from api_server.text.stop_strings import StopStrings, stop_strings
 from api_server.text.tokenizer import ModelTokenizer, truncation
+from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError, require
 from proto.messages.engine_io import EngineCoreRequest
 from proto.messages.grammar import GrammarSource
-from proto.messages.sampling_params import ThinkingRule
+from proto.messages.logit_edits import LOGIT_EDIT_NUMBERS
+from proto.messages.sampling_params import SAMPLING_NUMBERS, ThinkingRule
 
 TOKEN_ID_BYTES: Final = 8
 LOGPROB_BYTES: Final = 128
@@ -238,6 +246,60 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             keep_alive_seconds=self._app_state.config.sse_keep_alive,
             extra_headers=[*self.headers(), *extra_headers],
         )
+
+    def render_response(self, stream: TokenStream, *, several: bool = False) -> JsonResponse:
+        """Return the response of a /render route: what would be computed, in vLLM's form.
+
+        stream: not submitted; it ends here. several: a list with an entry for each prompt. Raises
+        InvalidRequestError for a response that is too long.
+        """
+        stream.cleanup.close()
+        rendered = [self._rendered(request) for request in stream.requests]
+        if several:
+            entry = len(to_compact_json({**rendered[0], "token_ids": []}))
+            num_tokens = sum(len(request.prompt_token_ids) for request in stream.requests)
+            size = entry * len(rendered) + num_tokens * TOKEN_ID_BYTES
+            check_response_size(self._app_state, {"prompt": size})
+            for index, each in enumerate(rendered):
+                each["request_id"] += f"-{index}"
+        return JsonResponse(json_parts(rendered if several else rendered[0]), self.headers())
+
+    def _rendered(self, request: EngineCoreRequest) -> dict[str, Any]:
+        body, params, images = self._body, request.sampling_params, request.mm_features
+        edits = params.edits or NO_EDITS
+        numbers = {name: getattr(params, name) for name in ("top_k", *SAMPLING_NUMBERS)}
+        numbers |= {name: getattr(edits, name) for name in LOGIT_EDIT_NUMBERS}
+        places = [{"offset": image.offset, "length": image.length} for image in images]
+        hashes = [image.mm_hash.hex() for image in images]
+        features = {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": places}}
+        options = body.stream_options
+        return {
+            "request_id": self.id,
+            "model": self.model_name,
+            "token_ids": request.prompt_token_ids,
+            "features": features if images else None,
+            "sampling_params": {
+                **numbers,
+                "n": body.n,
+                "seed": body.seed,
+                "max_tokens": params.max_tokens,
+                "min_tokens": params.min_tokens,
+                "ignore_eos": params.ignore_eos,
+                "stop": body.stop,
+                "stop_token_ids": params.stop_token_ids,
+                "include_stop_str_in_output": body.include_stop_str_in_output,
+                "skip_special_tokens": body.skip_special_tokens,
+                "logprobs": params.logprobs,
+                "prompt_logprobs": params.prompt_logprobs,
+                "logit_bias": body.logit_bias or None,
+                "bad_words": body.bad_words,
+                "allowed_token_ids": body.allowed_token_ids or None,
+            },
+            "stream": body.stream,
+            "stream_options": None if options is None else options.model_dump(exclude_none=True),
+            "cache_salt": body.cache_salt,
+            "priority": body.priority,
+        }
 
     async def check_prompt_texts(self, prompts: Sequence[Prompt], field: str) -> None:
         """Raise InvalidRequestError for prompts whose texts are too long for all choices.

@@ -152,7 +152,16 @@ ENDPOINTS: Final = frozenset(
 
 KNOWN: Final = OPENAI | ANTHROPIC | VLLM | ENDPOINTS
 
+SGLANG_NEUTRAL: Final[Neutral] = {
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+}
+"""Fields of SGLang's chats. vllm-router adds them, with these values, to each chat."""
+
 NEUTRAL: Final[Neutral] = {
+    **SGLANG_NEUTRAL,
     "best_of": (1,),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),

@@ -152,7 +152,10 @@ async def abort_requests(request: Request) -> Response:
 
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
-    """Return version, model, engine and all settings except secrets."""
+    """Return version, model, engine and all settings except secrets.
+
+    `vllm_config` has what routers read in vLLM's answer.
+    """
     app_state = app_state_of(request)
     settings = json.loads(to_json_line(app_state.settings))
     for section in settings.values():
@@ -173,6 +176,10 @@ async def server_info(request: Request) -> Response:
                 "max_num_queued_tokens": engine.max_num_queued_tokens,
             },
             "config": settings,
+            "vllm_config": {
+                "model_config": {"model": app_state.model_name},
+                "cache_config": {"block_size": engine.block_size},
+            },
         }
     )
 

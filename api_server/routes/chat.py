@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, and the chat turn that /v1/responses and /v1/messages share.
+"""POST /v1/chat/completions and its /render, and the chat turn that other APIs share.
 
 `create_chat_completion` is the handler; `build_chat_turn` goes from messages to engine requests.
 """
@@ -272,14 +272,24 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
-    context = RequestContext(request)
-    context.app_state.check_generates("Chat Completions API")
-    body = await read_request(context, ChatCompletionRequest, CHAT_NEUTRAL)
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
-    turn = await build_chat_turn(context, body, "chatcmpl-")
+    turn = await _build_turn(RequestContext(request))
     encoder = ChatEncoder(
         turn.options, turn.stream.streams[0], turn.prompt_text, turn.choice_parsers
     )
     await turn.stream.submit(request)
     return turn.builder.response(turn.stream, encoder)
+
+
+@router.post("/v1/chat/completions/render")
+async def render_chat_completion(request: Request) -> Response:
+    """Return the prompt's token ids and sampling parameters, as vLLM does; nothing is computed."""
+    turn = await _build_turn(RequestContext(request))
+    return turn.builder.render_response(turn.stream)
+
+
+async def _build_turn(context: RequestContext) -> ChatTurn:
+    context.app_state.check_generates("Chat Completions API")
+    body = await read_request(context, ChatCompletionRequest, CHAT_NEUTRAL)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
+    return await build_chat_turn(context, body, "chatcmpl-")

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""POST /v1/completions and /v1/completions/render."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,20 +26,30 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
-    context = RequestContext(request)
-    context.app_state.check_generates("Completions API")
-    body = await read_request(context, CompletionRequest, COMPLETION_NEUTRAL)
-    grammar = await text_grammar(body, context.ignored)
-    builder = RequestBuilder(context, body, "cmpl-", grammar)
-    stream, encoder = await _build(context.app_state, builder, body)
+    builder, stream, encoder = await _build(RequestContext(request))
     await stream.submit(request)
     return builder.response(stream, encoder)
 
 
-async def _build(
-    app_state: AppState, builder: RequestBuilder, body: CompletionRequest
-) -> tuple[TokenStream, CompletionEncoder]:
-    """Return the stream of a completion, and what encodes its output; InvalidRequestError."""
+@router.post("/v1/completions/render")
+async def render_completion(request: Request) -> Response:
+    """Return each prompt's token ids and sampling parameters, as vLLM; nothing is computed."""
+    builder, stream, _ = await _build(RequestContext(request))
+    embeds = any(each.prompt_embeds for each in stream.requests)
+    require(not embeds, "prompt_embeds", "has no token ids to render")
+    return builder.render_response(stream, several=True)
+
+
+async def _build(context: RequestContext) -> tuple[RequestBuilder, TokenStream, CompletionEncoder]:
+    """Return what builds a completion, its stream, and what encodes its output.
+
+    Raises InvalidRequestError.
+    """
+    app_state = context.app_state
+    app_state.check_generates("Completions API")
+    body = await read_request(context, CompletionRequest, COMPLETION_NEUTRAL)
+    grammar = await text_grammar(body, context.ignored)
+    builder = RequestBuilder(context, body, "cmpl-", grammar)
     given = body.prompt if body.prompt_embeds is None else body.prompt_embeds
     builder.check_choices(num_prompts(given))
     reader = builder.prompt_reader("prompt", body.max_tokens)
@@ -53,7 +63,7 @@ async def _build(
         await builder.prompt_texts(prompts),
         body.only_echoes,
     )
-    return stream, encoder
+    return builder, stream, encoder
 
 
 async def _read_prompts(

@@ -100,6 +100,18 @@ CHAT_COMPLETION: Final = _generated(
         optional={"logprobs": or_null(an_object(content=a_list(an_object())))},
     ),
 )
+RENDERED: Final = an_object(
+    request_id=STRING,
+    model=STRING,
+    token_ids=IDS,
+    features=or_null(an_object(mm_hashes=an_object(), mm_placeholders=an_object())),
+    sampling_params=an_object(max_tokens=INTEGER, temperature=NUMBER),
+    stream=BOOLEAN,
+    stream_options=or_null(an_object()),
+    cache_salt=or_null(STRING),
+    priority=INTEGER,
+)
+"""vLLM's GenerateRequest."""
 INFILL: Final = an_object(
     optional={
         **dict.fromkeys(("index", "tokens_predicted", "tokens_evaluated"), INTEGER),
@@ -288,11 +300,14 @@ _STATUS: Final = an_object(status=STRING)
 _TRUTH: Final = one_of("true", "false", "1", "0")
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/v1/completions", "post"): Operation((CompletionRequest,), COMPLETION, streams=True),
+    ("/v1/completions/render", "post"): Operation((CompletionRequest,), a_list(RENDERED)),
     ("/infill", "post"): Operation((InfillRequest,), INFILL, streams=True),
     ("/v1/chat/completions", "post"): Operation(
         (ChatCompletionRequest,), CHAT_COMPLETION, streams=True
     ),
+    ("/v1/chat/completions/render", "post"): Operation((ChatCompletionRequest,), RENDERED),
     ("/v1/responses", "post"): Operation((ResponsesRequest,), RESPONSE, streams=True),
+    ("/v1/responses/render", "post"): Operation((ResponsesRequest,), RENDERED),
     ("/v1/responses/input_tokens", "post"): Operation(
         (ResponsesRequest,), an_object(object=STRING, input_tokens=INTEGER)
     ),
@@ -360,7 +375,9 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ),
     ("/lora-adapters", "post"): Operation(response=an_object(success=BOOLEAN)),
     ("/server_info", "get"): Operation(
-        response=an_object(**{name: an_object() for name in ("model", "engine", "config")})
+        response=an_object(
+            **{name: an_object() for name in ("model", "engine", "config", "vllm_config")}
+        )
     ),
 }
 

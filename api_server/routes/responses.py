@@ -1,6 +1,7 @@
 """/v1/responses: OpenAI's Responses API.
 
-Create, get, cancel and delete a response, count the tokens of a request, compact a conversation.
+Create, get, cancel and delete a response, count or render the tokens of a request, compact a
+conversation.
 
 A body is translated into one of /v1/chat/completions and built by its `build_chat_turn`. A response
 may run in the background, be cancelled, and be stored (field `store`).
@@ -31,7 +32,6 @@ from api_server.generation.encoders.responses.stored import (
 from api_server.generation.response import JsonResponse
 from api_server.generation.stream import TokenStream
 from api_server.http.connection import MAX_BODY_BYTES
-from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.responses.compaction import parse_compaction, summary_conversation
 from api_server.protocol.responses.input import MAX_ITEMS, Item, is_reference, listed_item, with_id
 from api_server.protocol.responses.request import (
@@ -107,12 +107,7 @@ async def prepare_response(
     stores = _stores_response(app_state, body, history)
     translation = _translation(context, body, passed, history)
 
-    async def build(chat: ChatCompletionRequest) -> ChatTurn:
-        return await build_chat_turn(
-            context, chat, app_state.peers.id_prefix, reserves_context=True
-        )
-
-    turn = await with_merged_roles_fallback(translation, build)
+    turn = await _build_turn(context, translation)
     record = ResponseRecord(app_state.responses, owner, history) if stores else None
     # the response repeats the values that apply
     params = turn.stream.requests[0].sampling_params
@@ -123,6 +118,17 @@ async def prepare_response(
     app_state.responses.add_running(owner, response_id, running)
     turn.stream.cleanup.callback(app_state.responses.remove_running, owner, response_id, running)
     return PreparedResponse(turn, encoder, translation, history)
+
+
+async def _build_turn(context: RequestContext, translation: ResponsesTranslation) -> ChatTurn:
+    id_prefix = context.app_state.peers.id_prefix
+    build = partial(build_chat_turn, context, id_prefix=id_prefix, reserves_context=True)
+    return await with_merged_roles_fallback(translation, build)
+
+
+async def _read_translation(context: RequestContext) -> ResponsesTranslation:
+    body, passed = await read_fields(context, parse_request)
+    return _translation(context, body, passed, await conversation(context, body))
 
 
 def _translation(
@@ -138,13 +144,20 @@ def _translation(
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of prompt tokens of the same request to /v1/responses."""
     context = RequestContext(request)
-    body, passed = await read_fields(context, parse_request)
-    history = await conversation(context, body)
-    translation = _translation(context, body, passed, history)
+    translation = await _read_translation(context)
     number = await with_merged_roles_fallback(translation, partial(count_tokens, context))
     response = JSONResponse({"object": "response.input_tokens", "input_tokens": number})
     response.raw_headers += context.ignored.headers()
     return response
+
+
+@router.post("/v1/responses/render")
+async def render_response(request: Request) -> Response:
+    """Return the prompt's token ids and sampling parameters, as vLLM does; nothing is computed."""
+    context = RequestContext(request)
+    context.app_state.check_generates("Responses API")
+    turn = await _build_turn(context, await _read_translation(context))
+    return turn.builder.render_response(turn.stream)
 
 
 @router.post("/v1/responses/compact")

@@ -203,6 +203,10 @@ async def test_settings_are_returned_without_secrets(start, tmp_path):
         assert info["config"]["scheduler"]["max_num_seqs"] == 256
         assert info["engine"]["max_model_len"] == 256
         assert info["model"]["name"] == "toy"
+        assert info["vllm_config"] == {
+            "model_config": {"model": "toy"},
+            "cache_config": {"block_size": info["engine"]["block_size"]},
+        }
         assert info["version"]
 
 

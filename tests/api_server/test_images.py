@@ -288,6 +288,21 @@ async def test_tokenize_counts_image_tokens(serve, reader):
         assert reader.num_leases == 0
 
 
+async def test_a_rendered_prompt_has_places_and_hashes_of_its_images(serve, scripted, reader):
+    content = (image(TWO), text("a"), image(FOUR))
+    async with serve(scripted("Hi")) as front_end:
+        body = {"messages": user(*content)}
+        reply = await front_end.http.post("/v1/chat/completions/render", json=body)
+        assert reader.num_leases == 0
+        computed = await ask(front_end, *content)
+        assert reply.json()["token_ids"] == computed.prompt_token_ids
+        places, images = reply.json()["features"], computed.mm_features
+        assert places["mm_hashes"] == {"image": [each.mm_hash.hex() for each in images]}
+        assert places["mm_placeholders"]["image"] == [
+            {"offset": each.offset, "length": each.length} for each in images
+        ]
+
+
 async def test_the_models_list_says_what_the_model_reads(serve, start):
     async with serve() as front_end:
         (card,) = (await front_end.http.get("/v1/models")).json()["data"]

@@ -20,6 +20,7 @@ from api_server.protocol.fields import (
     HARMLESS,
     LLAMA_CPP_NEUTRAL,
     OPENAI,
+    SGLANG_NEUTRAL,
     VLLM,
 )
 from api_server.protocol.infill import InfillRequest
@@ -79,6 +80,7 @@ def markdown() -> str:
                 ("OpenAI", OPENAI),
                 ("Anthropic", ANTHROPIC),
                 ("vLLM", VLLM),
+                ("SGLang, in completions and chats", SGLANG_NEUTRAL.keys()),
                 ("Of completions", ENDPOINTS & CHAT_NEUTRAL.keys()),
             )
         ),
