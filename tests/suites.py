@@ -159,7 +159,7 @@ SUITES = (
     Suite("fuzz", "mutated bodies, messages and model files: no crash, no hang", 600, 300),
     Suite(
         "peers",
-        "programs and data of other projects, downloaded: vocabularies, tool calls, server tests",
+        "programs and data of other projects: vocabularies, tool calls, server tests, routers",
         *(1800, 600),
         paths=("tests/peers",),
         in_all=False,

@@ -84,6 +84,12 @@ HUD: Final = PeerPackage(
 SCHEMATHESIS: Final = "schemathesis==4.32.5"
 """Makes requests from an OpenAPI document and checks the answers."""
 
+VLLM_ROUTER: Final = "vllm-router==0.1.17"
+"""vLLM's router of several servers."""
+
+SMG: Final = "smg==1.13.0"
+"""The gateway that SGLang's router has become."""
+
 
 def unpack_debian(pinned: str, sha256: str) -> Path:
     """Return the folder of a Debian package (NAME=VERSION), downloaded once; it is not installed.
