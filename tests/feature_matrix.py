@@ -478,18 +478,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ("ranks", "kv_events priority agents sessions", Works(TWO_RANKS, SCHEDULER_ALONE)),
     ("ranks", "beams choices", Works(TWO_RANKS)),
     ("ranks", "prompt_logprobs prompt_embeds", Works(EMBEDS_ON_RANKS)),
-    (
-        "ranks",
-        "states",
-        Refused(
-            "--tensor-parallel-size 2: a GGUF file has the value heads of linear attention in an "
-            "order that ranks cannot share; use a Hugging Face folder",
-            "worker/models/test_states.py"
-            "::test_ranks_do_not_share_value_heads_in_the_order_of_a_gguf_file",
-            part="a GGUF file of Qwen 3.5",
-            rest="worker/models/test_families.py::test_a_folder_on_two_ranks",
-        ),
-    ),
+    ("ranks", "states", Works("worker/models/test_families.py::test_a_folder_on_two_ranks")),
     (
         "ranks",
         "transformers",

@@ -324,7 +324,14 @@ def load(
         adapters=None
         if targets is None
         else adapter_store(
-            config.lora, prepared, whole, targets, dtype, device, group, vision and vision.spec
+            config.lora,
+            prepared,
+            whole,
+            targets,
+            dtype,
+            device,
+            group,
+            None if vision is None else vision.spec,
         ),
     )
 

@@ -260,7 +260,7 @@ class TestReady:
             texts,
             (
                 "packed as stored, in memory that the engines share\n",
-                "packed as stored, in memory that the engines share, and 1 MiB f32 of each\n",
+                "packed as stored, in memory that the engines share, and 1.0 MiB f32 of each\n",
                 "packed as stored, in memory\n",
             ),
             strict=True,

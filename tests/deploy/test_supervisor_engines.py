@@ -77,15 +77,15 @@ def weights_inode(process: psutil.Process) -> int:
 def test_workers_of_all_engines_have_one_file_for_packed_weights(start: Start) -> None:
     daemon = start("data_parallel_size=2")
     daemon.wait_ready()
-    before = daemon.titled("worker 0", "worker 1")
-    inode = weights_inode(before["worker 0"])
-    assert weights_inode(before["worker 1"]) == inode
-    for process in before.values():
-        process.kill()
+    workers = ("worker 0", "worker 1")
+    before = daemon.titled(*TITLES)
+    (inode,) = {weights_inode(before[title]) for title in workers}
+    for title in workers:
+        before[title].kill()
     daemon.wait_for("worker 0 is back after", "worker 1 is back after")
-    after = daemon.titled("worker 0", "worker 1")
-    assert changed(before, after) == {"worker 0", "worker 1"}
-    assert {weights_inode(process) for process in after.values()} == {inode}
+    after = daemon.titled(*TITLES)
+    assert changed(before, after) == set(workers)
+    assert {weights_inode(after[title]) for title in workers} == {inode}
 
 
 def test_a_front_end_knows_the_epoch_of_each_engine(start: Start) -> None:

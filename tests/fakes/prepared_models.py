@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from deploy.models import gguf_file
 from deploy.models.quantised_folder import CONFIG_KEYS, join_parts, read_scheme
 from proto.codec import encode
 from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex, TensorPart
@@ -52,6 +53,12 @@ def prepare_checkpoint(checkpoint: Path, folder: Path) -> PreparedModel:
     for key in CONFIG_KEYS:
         config.pop(key, None)
     return prepare(folder, config, index)
+
+
+def prepared_file(path: Path) -> PreparedModel:
+    """Return a prepared model from a GGUF file, whose metadata tells its configuration."""
+    contents = gguf_file.read(str(path), lambda what: None)
+    return prepare(path.parent / "prepared", dict(contents.config), contents.tensors)
 
 
 def safetensors_index(

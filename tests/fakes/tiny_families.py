@@ -52,7 +52,6 @@ _DELTA_RULE: Final = {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 _DELTA_VALUES: Final = {
-    "ssm.inner_size": 4 * 16,
     "full_attention_interval": 4,
     "rope.dimension_sections": [2, 1, 1, 0],
 }
@@ -304,15 +303,13 @@ GGUFS: Final[dict[str, TinyGguf]] = {
         {
             "attention.recurrent_layers": [True, False, True, False, True],
             "full_attention_interval": 4,
-            "ssm.inner_size": 4 * 16,
         },
     ),
     "qwen3next-older": TinyGguf(
         _DELTA_RULE
         | _MANY_EXPERTS
         | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        {"ssm.inner_size": 4 * 16},
-        _DELTA_CHANGES,
+        changes=_DELTA_CHANGES,
         name="qwen3next",
         is_older=True,
     ),
@@ -361,11 +358,17 @@ def save_folder(architecture: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
-def save_gguf(architecture: str, folder: Path) -> tuple[Path, Any]:
-    """Save the model of a family as `folder`/model.gguf; return the path and the model."""
+def save_gguf(
+    architecture: str, folder: Path, kind: str = "F32", **changes: Any
+) -> tuple[Path, Any]:
+    """Save the model of a family as `folder`/model.gguf; return the path and the model.
+
+    kind: how the file has matrices whose rows are whole blocks of it; the gguf package must be able
+        to write it. changes: of the configuration.
+    """
     rules = GGUFS[_key_of(architecture)]
     gguf_name = rules.name or FAMILIES[architecture].gguf_names[0]
-    model = save_folder(architecture, folder / "folder", **rules.changes)
+    model = save_folder(architecture, folder / "folder", **rules.changes | changes)
     tensors = _converted(
         {
             name: (tensor if tensor.dtype == torch.uint8 else tensor.float()).numpy()
@@ -383,6 +386,9 @@ def save_gguf(architecture: str, folder: Path) -> tuple[Path, Any]:
     add_tokenizer(writer)
     for name, array in tensors.items():
         raw = gguf.GGMLQuantizationType.MXFP4 if array.dtype == np.uint8 else None
+        stored_as = gguf.GGMLQuantizationType[kind]
+        if array.ndim == 2 and array.shape[1] % gguf.GGML_QUANT_SIZES[stored_as][0] == 0:
+            raw, array = stored_as, gguf.quants.quantize(array, stored_as)
         writer.add_tensor(name, np.ascontiguousarray(array), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -424,6 +430,8 @@ def _sizes(config: PretrainedConfig) -> dict[str, Any]:
             "attention.key_length": rank + config.qk_rope_head_dim,
             "attention.value_length": rank,
         }
+    if heads := getattr(config, "linear_num_value_heads", None):
+        values["ssm.inner_size"] = heads * config.linear_value_head_dim
     if (epsilon := getattr(config, "rms_norm_eps", None)) is not None:
         values["attention.layer_norm_rms_epsilon"] = epsilon
     return values

@@ -8,7 +8,7 @@
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -261,13 +261,13 @@ class StoredBlocks:
     column_order: torch.Tensor | None = None
     factors: npt.NDArray[np.float32] | None = None
 
-    def with_columns(self, columns: slice) -> "StoredBlocks":
-        """Return these columns of the weight, as a copy; they must consist of whole blocks."""
-        first, end, _ = columns.indices(self.columns)
-        if end - first == self.columns:
+    def with_columns(self, slices: Sequence[slice]) -> "StoredBlocks":
+        """Return these columns of the weight, as a copy; each slice must be of whole blocks."""
+        if slices == [slice(0, self.columns)]:
             return self
         assert self.column_order is None
         size, num_bytes = BLOCK_TYPES[self.type]
-        blocks = self.data.reshape(self.rows, -1, num_bytes)[:, first // size : end // size]
-        data = np.ascontiguousarray(blocks).reshape(-1)
-        return replace(self, columns=end - first, data=data)
+        blocks = self.data.reshape(self.rows, -1, num_bytes)
+        own = [blocks[:, each.start // size : each.stop // size] for each in slices]
+        data = np.concatenate(own, axis=1)
+        return replace(self, columns=data.shape[1] * size, data=data.reshape(-1))

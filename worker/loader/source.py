@@ -233,16 +233,22 @@ class WeightSource:
 
     def read_blocks(self, name: str) -> StoredBlocks:
         """Return a weight in quantisation blocks as it is stored; may share the mapped file."""
-        shard = self._shards[name]
-        weight = self._own_rows(name)
-        if not weight.entry.parts:
-            check_blocks(weight.entry)
-        rows, columns = len(weight.indices), weight.entry.shape[1]
-        data = self._files.blocks_of(weight.entry, weight.indices.step)
-        factors = self._files.factors_of(weight.entry, weight.indices.step)
-        orders = self._row_order(name), self.column_order(name)
-        stored = StoredBlocks(weight.entry.type, rows, columns, data, *orders, factors)
-        return stored.with_columns(shard.columns)
+        own = [(weight.entry, weight.indices.step) for weight in self._own_parts(name)]
+        for entry, _ in own:
+            if not entry.parts:
+                check_blocks(entry)
+        data = [self._files.blocks_of(*rows) for rows in own]
+        factors = [each for rows in own if (each := self._files.factors_of(*rows)) is not None]
+        stored = StoredBlocks(
+            entry.type,
+            self._shapes[name][0],
+            entry.shape[1],
+            data[0] if len(data) == 1 else np.concatenate(data),
+            self._row_order(name),
+            self.column_order(name),
+            np.concatenate(factors) if factors else None,
+        )
+        return stored.with_columns(self._shards[name].column_slices(stored.columns))
 
     def fp8_scales(self, name: str) -> tuple[int, bool]:
         """Return which numbers of a weight in FP8 share a scale, as this rank has it.
@@ -316,7 +322,8 @@ class WeightSource:
 
     def prefetch(self, name: str) -> None:
         """Let the system read a weight, or this rank's rows of it, into the page cache."""
-        self._files.prefetch(self._own_rows(name).entry)
+        for weight in self._own_parts(name):
+            self._files.prefetch(weight.entry)
 
     def release(self) -> None:
         """Give back the pages of the files; see TensorFiles."""
@@ -327,16 +334,12 @@ class WeightSource:
     ) -> tuple[torch.Tensor, npt.NDArray[np.int64] | None]:
         """Return the rows [rows, columns] of a weight in the file's order, and that order.
 
-        A view of the mapped file if neither conversion nor transposition is needed. rows: which of
-        them, in the file's order; None for all.
+        A view of the mapped file if neither conversion nor transposition is needed, nor rows or
+        columns of several parts. rows: which of them, in the file's order; None for all.
         The order is int64 [rows], row i of the weight is row order[i] of these; None for the same.
         """
-        shard = self._shards[name]
-        weight = self._own_rows(name)
-        if rows is not None:
-            weight = weight.with_rows(rows)
-        stored = weight.read(self._files)[:, shard.columns]
-        found = stored.contiguous() if weight.is_transposed else stored
+        stored = self._read(name, rows)
+        found = stored.contiguous() if self._entries[name].is_transposed else stored
         return found.to(dtype or stored.dtype), self._row_order(name)
 
     def splits_block(self, name: str, block_size: int) -> bool:
@@ -345,10 +348,11 @@ class WeightSource:
         A part of the columns also does if blocks have the columns in another order.
         """
         num_columns = self._weights[name].shape[-1]
-        first, end, _ = self._shards[name].columns.indices(num_columns)
-        if end - first < num_columns and self.column_order(name) is not None:
+        slices = self._shards[name].column_slices(num_columns)
+        if slices != [slice(0, num_columns)] and self.column_order(name) is not None:
             return True
-        return bool(first % block_size or (end % block_size and end != num_columns))
+        cuts = {cut for each in slices for cut in (each.start, each.stop)} - {num_columns}
+        return any(cut % block_size for cut in cuts)
 
     def scaled_rope(self, rope: Rope) -> Rope:
         """Return the rotary embedding with the frequency divisors of the file, if it has any."""
@@ -362,14 +366,28 @@ class WeightSource:
         return None if heads is None else heads.order(self._shapes[name][0], self._format)
 
     def _own_rows(self, name: str) -> StoredWeight:
-        """Return where this rank's rows of a weight lie."""
-        return self._entries[name].with_rows(self._shards[name].rows)
+        """Return where this rank's rows of a weight lie, which are one range."""
+        (weight,) = self._own_parts(name)
+        return weight
+
+    def _own_parts(self, name: str) -> list[StoredWeight]:
+        """Return where this rank's rows of a weight lie, a range of the file after the other."""
+        weight = self._entries[name]
+        return [
+            weight.with_rows(rows) for rows in self._shards[name].row_slices(len(weight.indices))
+        ]
+
+    def _read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """Return this rank's rows and columns of a weight in the file's order; see read_rows."""
+        own = self._own_parts(name)
+        if rows is not None:
+            own = [self._own_rows(name).with_rows(rows)]
+        parts = [weight.read(self._files) for weight in own]
+        stored = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return stored if stored.dim() == 1 else self._shards[name].columns_of(stored)
 
     def _read_into(self, name: str, destination: torch.Tensor) -> None:
-        shard = self._shards[name]
-        stored = self._own_rows(name).read(self._files)
-        if stored.dim() > 1:
-            stored = stored[:, shard.columns]
+        stored = self._read(name)
         order = self._row_order(name)
         destination.copy_(stored if order is None else stored[torch.from_numpy(order)])
 

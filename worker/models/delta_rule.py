@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.errors import ConfigError
 from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights
 from worker.models.parts import PartReader, Shard, WeightSpec, divide_evenly, projection, stacked
 from worker.models.recurrence import RecurrentMixer, RecurrentSpec
@@ -137,29 +136,29 @@ class DeltaRuleSpec(RecurrentSpec):
     ) -> tuple["DeltaRuleSpec", dict[str, Shard]]:
         """Give a rank its key heads, in order and as evenly as possible, and their value heads.
 
-        Raises ConfigError for tiled value heads, of which a rank would need every few ones.
+        12 value heads read 4 key heads     0 1 2 3 | 4 5 6 7 | 8 9 10 11
+        of the first two key heads          0 1 2 3   4 5
+        the same if they are tiled          0 1       4 5       8 9
         """
         shape = self.shape
-        if size > 1 and shape.is_tiled:
-            raise ConfigError(
-                f"--tensor-parallel-size {size}: a GGUF file has the value heads of linear "
-                "attention in an order that ranks cannot share; use a Hugging Face folder"
-            )
         own = divide_evenly(shape.num_key_heads, size)[rank]
         num_each = shape.num_value_heads // shape.num_key_heads
+        num_parts = num_each if shape.is_tiled else 1
 
-        def rows(of_each: int) -> Shard:
-            return Shard(rows=slice(own.start * of_each, own.stop * of_each))
+        def rows(of_each: int, num_parts: int = 1) -> Shard:
+            """Return the shard of a weight with this number of rows of each own key head."""
+            in_part = of_each // num_parts
+            return Shard(slice(own.start * in_part, own.stop * in_part), num_parts=num_parts)
 
-        keys, heads = rows(shape.key_size), rows(num_each)
-        values = rows(num_each * shape.value_size)
+        keys, heads = rows(shape.key_size), rows(num_each, num_parts)
+        values = rows(num_each * shape.value_size, num_parts)
         shards = {
             **dict.fromkeys(("taps_q", "taps_k", "in_q.weight", "in_k.weight"), keys),
             **dict.fromkeys(("taps_v", "in_v.weight", "in_z.weight"), values),
             **dict.fromkeys(("decay", "time_bias", "in_b.weight", "in_a.weight"), heads),
             "in_qkvz.weight": rows(2 * shape.key_size + 2 * num_each * shape.value_size),
             "in_ba.weight": rows(2 * num_each),
-            "out.weight": Shard(columns=values.rows),
+            "out.weight": Shard(columns=values.rows, num_parts=num_parts),
         }
         own_shape = replace(shape, num_key_heads=len(own), num_value_heads=len(own) * num_each)
         names = {weight.name for weight in self.weights}

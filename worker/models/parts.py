@@ -241,18 +241,57 @@ def product_outputs(weights: Iterable[WeightSpec]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows and columns of a weight that one rank holds; a full slice keeps that dimension whole."""
+    """Rows and columns of a weight that one rank holds; a full slice keeps that dimension whole.
+
+    num_parts: a slice is taken of each of this number of equal parts:
+
+        rows 1:3, 2 parts     weight [ 0 1 2 3 | 4 5 6 7 ]     shard [ 1 2 5 6 ]
+    """
 
     rows: slice = field(default_factory=lambda: slice(None))
     columns: slice = field(default_factory=lambda: slice(None))
+    num_parts: int = 1
+
+    def row_slices(self, num_rows: int) -> list[slice]:
+        """Return which of a weight's rows the rank holds, in order; one slice if it holds all."""
+        return self._slices(self.rows, num_rows)
+
+    def column_slices(self, num_columns: int) -> list[slice]:
+        """Return the same of the columns."""
+        return self._slices(self.columns, num_columns)
+
+    def _slices(self, cut: slice, size: int) -> list[slice]:
+        part_size = size // self.num_parts
+        first, end, _ = cut.indices(part_size)
+        if end - first == part_size:
+            return [slice(0, size)]
+        return [
+            slice(part * part_size + first, part * part_size + end)
+            for part in range(self.num_parts)
+        ]
+
+    def rows_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rank's rows of a weight, or of a vector with a number for each row.
+
+        A view, unless they are of several parts; so are `columns_of`.
+        """
+        return _joined([weight[rows] for rows in self.row_slices(len(weight))], 0)
+
+    def columns_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rank's columns of a weight."""
+        return _joined([weight[:, columns] for columns in self.column_slices(weight.shape[1])], 1)
 
     def shape_of(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this shard of a weight of shape `whole`."""
         divided = tuple(
-            len(range(*cut.indices(size)))
+            sum(each.stop - each.start for each in self._slices(cut, size))
             for cut, size in zip((self.rows, self.columns), whole, strict=False)
         )
         return (*divided, *whole[2:])
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def divide_evenly(count: int, size: int) -> list[range]:

@@ -99,10 +99,8 @@ class EncoderCache:
         if part.start == 0:
             self._stop(mm_hash)
             pixels, store = PixelFile(self._folder, feature.pixels), self._adapters
-            self._running[mm_hash] = (
-                self._encoder.begin(pixels, feature.grid),
-                store and store.of_image(part.lora_int_id, part.lora_scale),
-            )
+            own = None if store is None else store.of_image(part.lora_int_id, part.lora_scale)
+            self._running[mm_hash] = (self._encoder.begin(pixels, feature.grid), own)
         running = self._running.get(mm_hash)
         if running is None:
             return  # an earlier slice failed

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.models import gguf_file
 from proto.messages.prepared_model import PreparedModel
 from proto.messages.scheduler_output import SchedulerOutput
 from tests.e2e.reference import Reference
 from tests.fakes.devices import CPU, REFERENCE
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.prepared_models import prepare, prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, prepared_file
 from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.real_engine import BLOCK, engine_for, load, runner_of
 from tests.fakes.tiny_families import GENERATING, IN_GGUF_FILES, save_folder, save_gguf
@@ -85,25 +84,41 @@ def test_a_folder(architecture: str, device: HostDevice, tmp_path: Path) -> None
     prove_on_one_rank(prepare_checkpoint(tmp_path, tmp_path / "prepared"), model, device)
 
 
+def prove_on_two_ranks(prepared: PreparedModel, model: Any, device: HostDevice = CPU) -> None:
+    with Ranks(2) as ranks:
+        decoders = [load(prepared, group, device) for group in ranks.groups]
+        harness, num_blocks = engine_for(decoders[0], NUM_BLOCKS, max_num_batched_tokens=CHUNK)
+
+        def new_runner() -> LockstepRunners:
+            runners = [runner_of(each, num_blocks, device=device) for each in decoders]
+            return LockstepRunners(ranks, runners)
+
+        prove(harness, new_runner, Reference(model, None))
+
+
 @pytest.mark.suite("families")
 @pytest.mark.parametrize("architecture", GENERATING)
 def test_a_folder_on_two_ranks(architecture: str, tmp_path: Path) -> None:
     model = save_folder(architecture, tmp_path)
-    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
-    with Ranks(2) as ranks:
-        decoders = [load(prepared, group) for group in ranks.groups]
-        harness, num_blocks = engine_for(decoders[0], NUM_BLOCKS, max_num_batched_tokens=CHUNK)
-        prove(
-            harness,
-            lambda: LockstepRunners(ranks, [runner_of(each, num_blocks) for each in decoders]),
-            Reference(model, None),
-        )
+    prove_on_two_ranks(prepare_checkpoint(tmp_path, tmp_path / "prepared"), model)
 
 
 @pytest.mark.parametrize("architecture", IN_GGUF_FILES)
 def test_a_gguf_file(architecture: str, tmp_path: Path) -> None:
     path, model = save_gguf(architecture, tmp_path)
-    contents = gguf_file.read(str(path), lambda what: None)
-    prove_on_one_rank(
-        prepare(tmp_path / "prepared", dict(contents.config), contents.tensors), model
-    )
+    prove_on_one_rank(prepared_file(path), model)
+
+
+@pytest.mark.suite("families")
+@pytest.mark.parametrize("device", [CPU, REFERENCE], ids=["cpu", "reference"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"]
+)
+def test_a_gguf_file_on_two_ranks(architecture: str, device: HostDevice, tmp_path: Path) -> None:
+    """Of linear attention with six value heads for the two key heads of a rank.
+
+    Those of Qwen 3.5 are in three parts of a tensor.
+    """
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
+    path, model = save_gguf(architecture, tmp_path, **heads)
+    prove_on_two_ranks(prepared_file(path), model, device)

@@ -323,12 +323,31 @@ def test_ranks_share_groups_of_heads_or_the_heads_of_the_only_group() -> None:
     assert not any(each.total_inner for each in mixers("granitehybrid", 1))
 
 
-def test_ranks_do_not_share_value_heads_in_the_order_of_a_gguf_file() -> None:
-    config = CONFIGS["qwen35"].to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
-    assert len(shard_model(spec_from_config(config), 2)) == 2
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2: a GGUF file") as refusal:
-        shard_model(spec_from_config(config | {"of_llama_cpp": True}), 2)
-    assert refusal.value.param == "tensor_parallel_size"
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_ranks_have_the_value_heads_that_read_their_key_heads(is_tiled: bool) -> None:
+    num_keys, num_values = 5, 15
+    config = CONFIGS["qwen35"].to_dict() | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "linear_num_key_heads": num_keys,
+        "linear_num_value_heads": num_values,
+        "of_llama_cpp": is_tiled,
+    }
+    numbers = torch.arange(num_values)
+    key_of = numbers % num_keys if is_tiled else numbers // 3
+    for size in range(1, num_keys + 1):
+        held: list[int] = []
+        for shard in shard_model(spec_from_config(config), size):
+            weights, shape = shard.weights, shard.spec.state_layers[0].shape
+            heads = weights["layers.0.decay"].rows_of(numbers)
+            columns = numbers.repeat_interleave(shape.value_size)[None]
+            own_columns = weights["layers.0.out.weight"].columns_of(columns)[0]
+            assert own_columns.equal(heads.repeat_interleave(shape.value_size))
+            own = torch.arange(shape.num_value_heads)
+            own_key = own % shape.num_key_heads if is_tiled else own // 3
+            first_key = weights["layers.0.taps_k"].rows.start // shape.key_size
+            assert key_of[heads].equal(first_key + own_key)
+            held += heads.tolist()
+        assert sorted(held) == numbers.tolist()
 
 
 @pytest.mark.parametrize("scheme", ["awq 128", "gptq desc_act", "fp8 blocks", "nf4"])

@@ -10,10 +10,11 @@ from proto.errors import ConfigError
 from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention, logits_in_chunks
 from tests.fakes.devices import CPU
-from tests.fakes.gguf_models import prepared_gguf
-from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.gguf_models import packed, prepared_gguf
+from tests.fakes.prepared_models import prepare_checkpoint, prepared_file, spec_of
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, MIXTURES, save_tiny
+from tests.fakes.tiny_families import save_gguf
 from tests.fakes.tiny_ggufs import SIZES
 from worker.cpu.formats import Int8Format, MixedFormat, PackedFormat, RotatedFormat
 from worker.cpu.kernels import Kernels
@@ -175,6 +176,35 @@ def test_ranks_hold_their_shard_of_a_files_blocks(kernels: Kernels, tmp_path: Pa
     held = [each.memory["packed"] for each in forms]
     assert sum(held) == pytest.approx(whole.memory["packed"], rel=0.1)
     assert max(held) <= 0.6 * whole.memory["packed"]
+
+
+@pytest.mark.parametrize(("value_size", "are_dense"), [(16, False), (8, True)])
+def test_ranks_hold_parts_of_a_files_blocks(
+    value_size: int, are_dense: bool, kernels: Kernels, tmp_path: Path
+) -> None:
+    """The value heads that read two key heads are three parts of rows and of columns.
+
+    The columns of two heads of 16 are a block; of two heads of 8 they are half of one.
+    """
+    sizes = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 12,
+        "linear_value_head_dim": value_size,
+        "intermediate_size": 128,
+    }
+    path, _ = save_gguf("Qwen3_5ForCausalLM", tmp_path, "Q8_0", **sizes)
+    prepared = prepared_file(path)
+    assert_equals_one_rank(prepared, 2)
+    assert_equals_one_rank(prepared, 3)
+    one_rank = logits(load(prepared, RankGroup(), packed(kernels)), 30)
+    with Ranks(2) as ranks:
+        forms = [packed(kernels) for _ in ranks.groups]
+        decoders = [load(prepared, *each) for each in zip(ranks.groups, forms, strict=True)]
+        found = ranks.run_on_all(lambda rank: logits(decoders[rank], 30))
+    names = [f"layers.{layer}.out.weight (Q8_0)" for layer in (0, 1, 2, 4)]
+    assert [sorted(each.dense_names) for each in forms] == [names if are_dense else []] * 2
+    assert torch.equal(*found)
+    assert_no_larger_error(found[0], one_rank, logits(load(prepared, RankGroup()), 30))
 
 
 @pytest.mark.parametrize("is_expert_parallel", [False, True])

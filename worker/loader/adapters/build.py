@@ -354,21 +354,21 @@ class AdapterLoader:
             gain, shift = torch.zeros(rows), torch.zeros(rows)
             delta = deltas.get(name)
             if delta is not None:
-                up, bias = delta.up[shard.rows], delta.bias
+                up, bias = shard.rows_of(delta.up), delta.bias
                 is_summed = self._rank > 0 and shard.columns != slice(None)
                 if bias is not None:
-                    shift += bias[shard.rows]
+                    shift += shard.rows_of(bias)
                 if delta.magnitude is not None:
-                    factors = (yield from self._dora_factors(name, delta))[shard.rows]
+                    factors = shard.rows_of((yield from self._dora_factors(name, delta)))
                     up, gain, shift = up * factors[:, None], factors - 1, shift * factors
                     own_bias = name.removesuffix("weight") + "bias"
                     if own_bias in self._weights:
-                        shift -= gain * self._base().read(own_bias)[shard.rows]
+                        shift -= gain * shard.rows_of(self._base().read(own_bias))
                 if is_summed:  # the first rank adds it for all
                     shift = torch.zeros(rows)
                 if delta.shared not in starts:
                     starts[delta.shared] = sum(map(len, downs.values()))
-                    downs[delta.shared] = delta.down[:, shard.columns]
+                    downs[delta.shared] = shard.columns_of(delta.down)
                 start = starts[delta.shared]
                 ranks = range(start, start + len(delta.down))
                 low_rank.append(LowRankPart(outputs, ranks, self._converted(name, up.t())))
