@@ -102,26 +102,41 @@ class InFloat64(StepAdapters):
 class LoadingWorkers(AdapterWorkers):
     """Workers that load and drop real adapters, as the scheduler says."""
 
-    def __init__(self, gate: object, served: Served, paths: list[Path]) -> None:
+    def __init__(
+        self, gate: object, load: Callable[[int], object], drop: Callable[[int], object]
+    ) -> None:
         super().__init__(gate)
-        self._served = served
-        self._paths = paths
+        self._load = load
+        self._drop = drop
 
     def carry_out(self) -> None:
         before = set(self.held)
         num_loads = len(self.loads)
         super().carry_out()
         for number in before - self.held:
-            self._served.store.drop(number)
+            self._drop(number)
         for number in self.loads[num_loads:]:
-            self._served.load(self._paths[number - 1], number)
+            self._load(number)
+
+
+def harness_with(
+    runner: Any, load: Callable[[int], object], drop: Callable[[int], object], **settings: Any
+) -> Harness:
+    """Return an engine whose workers load and drop the adapters of these numbers."""
+    lora = LoRAConfig(enable_lora=True, max_loras=MAX_LORAS, max_cpu_loras=3)
+    harness = Harness(runner, settings.pop("num_blocks", 81), lora=lora, **settings)
+    harness.adapters = LoadingWorkers(harness.scheduler.adapters, load, drop)
+    return harness
 
 
 def harness_of(runner: Any, model: AdaptedModel, **settings: Any) -> Harness:
-    lora = LoRAConfig(enable_lora=True, max_loras=MAX_LORAS, max_cpu_loras=3)
-    harness = Harness(runner, settings.pop("num_blocks", 81), lora=lora, **settings)
-    harness.adapters = LoadingWorkers(harness.scheduler.adapters, model.served, model.paths)
-    return harness
+    served = model.served
+    return harness_with(
+        runner,
+        lambda number: served.load(model.paths[number - 1], number),
+        served.store.drop,
+        **settings,
+    )
 
 
 def serve(harness: Harness, ids: tuple[int, ...], **params: Any) -> list[list[int]]:
