@@ -32,6 +32,27 @@ class GroupedRows:
         return np.concatenate([part.reshape(-1) for part in np.split(rows, ends, axis=1)])
 
 
+@dataclass(frozen=True)
+class TiledHeads:
+    """Rows or columns of value heads that are tiled here and in GGUF files.
+
+    num_each: heads that read a key head. In files of Hugging Face they follow each other, also in
+    an adapter of a model that is a GGUF file:
+
+        3 key heads     file [ 0 0 | 1 1 | 2 2 ]     here [ 0 1 2 | 0 1 2 ]
+    """
+
+    num_key_heads: int
+    num_each: int
+
+    def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64] | None:
+        """Return int64 [num_rows], row i is row order[i] in the file; None for the same order."""
+        if file_format == "gguf":
+            return None
+        rows = np.arange(num_rows, dtype=np.int64)
+        return rows.reshape(self.num_key_heads, self.num_each, -1).swapaxes(0, 1).reshape(-1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeltaRuleSpec(RecurrentSpec):
     """A gated delta-rule layer.
@@ -63,6 +84,7 @@ class DeltaRuleSpec(RecurrentSpec):
             for name, size in rows.items()
         ]
         heads = shape.num_value_heads
+        (out,) = projection("out", "linear_attn.out_proj", "ssm_out", (hidden, shape.values))
         by_head = {"decay": ("A_log", "ssm_a"), "time_bias": ("dt_bias", "ssm_dt.bias")}
         return (
             *self._inputs(),
@@ -82,12 +104,18 @@ class DeltaRuleSpec(RecurrentSpec):
                 hugging_face="linear_attn.norm.weight",
                 gguf="ssm_norm.weight",
             ),
-            *projection("out", "linear_attn.out_proj", "ssm_out", (hidden, shape.values)),
+            replace(out, head_columns=self._head_order),
         )
+
+    @property
+    def _head_order(self) -> TiledHeads | None:
+        shape = self.shape
+        num_each = shape.num_value_heads // shape.num_key_heads
+        return TiledHeads(shape.num_key_heads, num_each) if shape.is_tiled else None
 
     def _inputs(self) -> tuple[WeightSpec, ...]:
         """Return the projections of the input, in the order of `inputs`."""
-        shape, hidden = self.shape, self.hidden_size
+        shape, hidden, order = self.shape, self.hidden_size, self._head_order
         num_each = shape.num_value_heads // shape.num_key_heads
         if self.grouped_inputs:
             values = num_each * shape.value_size
@@ -99,16 +127,17 @@ class DeltaRuleSpec(RecurrentSpec):
                 projection(f"in_{name}", "linear_attn.in_proj_qkv", "attn_qkv", (size, hidden))[0]
                 for name, size in rows.items()
             ]
-            z = projection("in_z", "linear_attn.in_proj_z", "attn_gate", (shape.values, hidden))
-            inputs = (*stacked(*qkv), *z)
+            qkv[2] = replace(qkv[2], head_rows=order)
+            (z,) = projection("in_z", "linear_attn.in_proj_z", "attn_gate", (shape.values, hidden))
+            inputs = (*stacked(*qkv), replace(z, head_rows=order))
         if self.grouped_gates:
             return (*inputs, *self._grouped("ba", "ssm_ba", (num_each, num_each)))
         heads = (shape.num_value_heads, hidden)
-        return (
-            *inputs,
+        gates = (
             *projection("in_b", "linear_attn.in_proj_b", "ssm_beta", heads),
             *projection("in_a", "linear_attn.in_proj_a", "ssm_alpha", heads),
         )
+        return (*inputs, *(replace(gate, head_rows=order) for gate in gates))
 
     def _grouped(self, name: str, gguf: str, sizes: tuple[int, ...]) -> tuple[WeightSpec, ...]:
         """Return a projection whose rows files have key head by key head."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RowOrder(Protocol):
-    """An order of the rows of a weight that is not that of this program."""
+    """An order of the rows, or columns, of a weight that is not that of this program."""
 
     def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64] | None:
         """Return int64 [num_rows], row i is row order[i] in the file; None for the same order."""
@@ -131,6 +131,7 @@ class WeightSpec:
         read from there if the file has that tensor.
     older_gguf_stack: the same in files of another version of llama.cpp.
     head_rows: the order of the rows in the file; None for the order of this program.
+    head_columns: that of the columns in an adapter's file; a model's file has them in order.
     """
 
     name: str
@@ -141,6 +142,7 @@ class WeightSpec:
     gguf_stack: StackPart | None = None
     older_gguf_stack: StackPart | None = None
     head_rows: RowOrder | None = None
+    head_columns: RowOrder | None = None
 
     def in_layer(self, layer: int) -> "WeightSpec":
         """Return the same weight with full names, as a weight of this layer of the model."""

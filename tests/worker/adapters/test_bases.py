@@ -15,11 +15,13 @@ from tests.fakes.dense_attention import DenseAttention, logits_in_chunks
 from tests.fakes.devices import CPU, REFERENCE
 from tests.fakes.gguf_files import write
 from tests.fakes.lookahead_runner import LookaheadRunner
-from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
+from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, prepared_file
 from tests.fakes.quantised_checkpoints import awq, quantise_folder
+from tests.fakes.ranks import Ranks
 from tests.fakes.real_engine import engine_for, load
 from tests.fakes.step_messages import StepMessages
 from tests.fakes.tiny_checkpoints import config_in_blocks, tiny_model
+from tests.fakes.tiny_families import save_gguf
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from tests.worker.adapters.test_formats import NEAR, write_gguf
 from tests.worker.adapters.test_steps import (
@@ -93,6 +95,29 @@ def test_a_file_of_llama_cpp_on_a_file_of_llama_cpp(tmp_path: Path) -> None:
     served = Served(prepared)
     served.load(write_gguf(tmp_path / "adapter.gguf", path), 1)
     assert (logits_of(served, 1) - oracle(merged(model, path))).abs().max() < NEAR
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["plain", "dora"])
+def test_value_heads_of_a_file_are_in_another_order_than_those_of_an_adapter(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of Qwen 3.5: on one rank, and on three, of which the first has two key heads."""
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
+    path, model = save_gguf("Qwen3_5ForCausalLM", tmp_path, **heads)
+    targets = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+    adapter = make_adapter(model, tmp_path / "adapter", target_modules=targets, **settings)
+    prepared = prepared_file(path)
+    wanted = oracle(merged(model, adapter))
+    assert (wanted - oracle(model)).abs().max() > 0.3, "a difference would not be visible"
+    served = Served(prepared)
+    served.load(adapter, 1)
+    assert (logits_of(served, 1) - wanted).abs().max() < NEAR
+    with Ranks(3) as ranks:
+        of_ranks = [Served(prepared, group=group) for group in ranks.groups]
+        for each in of_ranks:
+            each.load(adapter, 1)
+        found = ranks.run_on_all(lambda rank: logits_of(of_ranks[rank], 1))
+    assert all((each - wanted).abs().max() < NEAR for each in found)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -288,6 +288,9 @@ def _part_of(
         index = torch.from_numpy(order)
         own = own[index]
         parts = {name: None if it is None else it[index] for name, it in parts.items()}
+    columns = weight.head_columns
+    if columns is not None and (order := columns.order(down.shape[1], file_format)) is not None:
+        down = down[:, torch.from_numpy(order)]
     return WeightDelta(weight.name, down, own, parts["bias"], parts["magnitude"], (tensors.module,))
 
 
