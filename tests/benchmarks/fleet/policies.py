@@ -151,7 +151,7 @@ class ByPrefixes(Policy):
 
 
 class LlmD(ByPrefixes):
-    """llm-d 0.10's "optimized baseline": an affinity filter, then one scorer; the highest wins.
+    """llm-d's prefix-cache-affinity-filter, then its token-load-scorer; the highest score wins.
 
     Engines that have AFFINE_SHARE of the prompt are the only candidates, but for one decision of a
     hundred, and unless the least loaded of them would need LONGEST_PENALTY seconds more for its
