@@ -63,11 +63,13 @@ class Kind:
 
 KINDS: Final = (
     Kind(VLLM_ROUTER, "vllm_router.launch_router", "cache_aware"),
+    Kind(SMG, "smg.launch_router", "cache_aware"),
     Kind(VLLM_ROUTER, "vllm_router.launch_router", "kv_aware"),
     Kind(VLLM_ROUTER, "vllm_router.launch_router", "consistent_hash", "x-session-id"),
-    Kind(SMG, "smg.launch_router", "cache_aware"),
     Kind(SMG, "smg.launch_router", "consistent_hashing", "x-smg-routing-key"),
 )
+ONE_OF_EACH: Final = KINDS[:2]
+"""One policy of each router, for what does not depend on the policy."""
 
 
 def free_ports(number: int) -> list[int]:
@@ -353,6 +355,7 @@ def test_a_killed_daemon_is_replaced_by_the_other_one(
     check_is_back(router, replicas, index)
 
 
+@pytest.mark.parametrize("router", ONE_OF_EACH, indirect=True, ids=str)
 def test_a_draining_daemon_gets_no_more_requests(router: Router, replicas: list[Replica]) -> None:
     body = completion(new_prompt())
     index, _ = where(router, replicas, body, "b")
