@@ -128,7 +128,7 @@ def test_two_ranks_replay_their_adapters_in_graphs(model: AdaptedModel) -> None:
     assert len(ahead.adapters.loads) > len(set(ahead.adapters.loads)), "none was loaded again"
     assert ahead.worker.most_unknown == OVERLAPPED
     replays = [cuda.device.num_replays for cuda in cudas]
-    assert replays[0] == replays[1] > 20
+    assert replays[0] == replays[1] > 10
     per_step = 1 + 2 * model.spec.num_layers + 1
     assert ranks.num_exchanges[0] == ranks.num_exchanges[1]
     assert ranks.num_exchanges[0] - before[0] > per_step * replays[0]

@@ -334,7 +334,7 @@ def test_ranks_have_the_value_heads_that_read_their_key_heads(is_tiled: bool) ->
     }
     numbers = torch.arange(num_values)
     key_of = numbers % num_keys if is_tiled else numbers // 3
-    for size in range(1, num_keys + 1):
+    for size in (1, 2, 3, 4):
         held: list[int] = []
         for shard in shard_model(spec_from_config(config), size):
             weights, shape = shard.weights, shard.spec.state_layers[0].shape

@@ -204,7 +204,10 @@ def test_ranks_hold_parts_of_a_files_blocks(
     names = [f"layers.{layer}.out.weight (Q8_0)" for layer in (0, 1, 2, 4)]
     assert [sorted(each.dense_names) for each in forms] == [names if are_dense else []] * 2
     assert torch.equal(*found)
-    assert_no_larger_error(found[0], one_rank, logits(load(prepared, RankGroup()), 30))
+    exact = logits(load(prepared, RankGroup()), 30)
+    error, of_one = ((each - exact).abs().mean() for each in (found[0], one_rank))
+    assert 0 < of_one < 0.3 * exact.std()
+    assert error < 2 * of_one
 
 
 @pytest.mark.parametrize("is_expert_parallel", [False, True])
