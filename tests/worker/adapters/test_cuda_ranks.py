@@ -4,6 +4,7 @@ Each worker has its rows and columns of an adapter in slots of its own, and the 
 the adapters' kernels in the graphs. The tokens are those of two workers on CPUs.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from worker.step.runner_parts import Runner, RunnerParts
 
 pytestmark = pytest.mark.suite("devices")
 
-IDS = (*MIXED, DORA, 1, 0, DORA)
+TURNS = ((*MIXED, DORA, 1, 0, DORA), (1, 2))
+"""Adapters of the requests at first, and of later ones, for which two are loaded again."""
 
 
 @pytest.fixture
@@ -62,7 +64,11 @@ def harness_of_ranks(
     return harness_with(all_ranks, load, drop, **settings)
 
 
-def tokens_on_cpus(model: AdaptedModel, ids: tuple[int, ...]) -> list[list[int]]:
+def serve_turns(harness: Harness, turns: Iterable[tuple[int, ...]]) -> list[list[int]]:
+    return [tokens for ids in turns for tokens in serve(harness, ids)]
+
+
+def tokens_on_cpus(model: AdaptedModel, turns: Iterable[tuple[int, ...]]) -> list[list[int]]:
     """Tokens of two ranks on CPUs, one step at a time, with the arithmetic of the fake device."""
 
     def start(rank: int) -> tuple[Served, Runner]:
@@ -84,7 +90,7 @@ def tokens_on_cpus(model: AdaptedModel, ids: tuple[int, ...]) -> list[list[int]]
         all_ranks = RankRunners([FakeCuda() for _ in range(SIZE)])
         served, runners = zip(*all_ranks.run_on_all(start), strict=True)
         all_ranks.runners = list(runners)
-        tokens = serve(harness_of_ranks(all_ranks, list(served), model), ids)
+        tokens = serve_turns(harness_of_ranks(all_ranks, list(served), model), turns)
         all_ranks.close()
     return tokens
 
@@ -122,9 +128,9 @@ def test_two_ranks_replay_their_adapters_in_graphs(model: AdaptedModel) -> None:
     all_ranks.runners = list(runners)
     ahead = harness_of_ranks(all_ranks, list(served), model, async_scheduling=True)
     before = list(ranks.num_exchanges)
-    tokens = serve(ahead, IDS)
+    tokens = serve_turns(ahead, TURNS)
     all_ranks.close()
-    assert tokens == tokens_on_cpus(model, IDS)
+    assert tokens == tokens_on_cpus(model, TURNS)
     assert len(ahead.adapters.loads) > len(set(ahead.adapters.loads)), "none was loaded again"
     assert ahead.worker.most_unknown == OVERLAPPED
     replays = [cuda.device.num_replays for cuda in cudas]
@@ -135,6 +141,6 @@ def test_two_ranks_replay_their_adapters_in_graphs(model: AdaptedModel) -> None:
     first, second = (on_host(each.targets.step._reserved.slots) for each in served)
     assert first.any(1).all()
     assert not first.equal(second)
-    plain = tokens_on_cpus(model, (0,) * len(IDS))
+    plain = tokens_on_cpus(model, [(0,) * len(ids) for ids in TURNS])
     differs = [one != other for one, other in zip(tokens, plain, strict=True)]
-    assert differs == [number > 0 for number in IDS]
+    assert differs == [number > 0 for ids in TURNS for number in ids]
