@@ -56,7 +56,7 @@ SUITES = (
     Suite(
         "quick",
         "unit tests of all parts except the engine: no daemon, no real model",
-        *(900, 120),
+        *(1200, 120),
         environment=ONE_THREAD,
         in_test=True,
     ),
