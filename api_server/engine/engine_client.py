@@ -387,7 +387,7 @@ class EngineClient:
         """
         _ = self.engine
         model = self._models.get(request.epoch, self._model)
-        if not self._has_engine(model):
+        if model != self._model and not self._has_engine(model):
             raise InternalRequestError("the engine of this request died")
         open_request = OpenRequest(request, stream, model=model)
         wanted = None if engine is None else self._wanted(engine)

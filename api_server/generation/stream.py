@@ -223,7 +223,7 @@ class TokenStream:
         fields |= {
             "prompts": len(self.streams),
             "choices": len(self.streams[0].choices),
-            **({"engine": self._engines()} if self.client.num_engines > 1 else {}),
+            **({"engine": self._engines()} if len(self.metrics.engines) > 1 else {}),
             "prompt_tokens": usage.prompt_tokens,
             **({"images": num_images} if num_images else {}),
             "cached_tokens": usage.cached_tokens,
