@@ -143,8 +143,9 @@ class Scheduler:
         residency = None if lora is None else AdapterResidency(lora.num_resident)
         self._encoder_inputs: EncoderInputs | None = None
         if encoder is not None:
+            resident = () if residency is None else residency.resident
             self._encoder_inputs = EncoderInputs(
-                encoder, lifecycle, policy, self._chunks, config.max_num_seqs, residency
+                encoder, lifecycle, policy, self._chunks, config.max_num_seqs, resident
             )
 
         # Which request loses its blocks when they run out

@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,11 +120,7 @@ def add_engine_times(kills: Sequence[Kill], trace: Path) -> None:
 
 def takeovers(trace: Path) -> list[tuple[float, float]]:
     """Return Unix times of the arrival and the first step of each request with outputs."""
-    return list(_takeovers(trace))
-
-
-def _takeovers(trace: Path) -> Iterator[tuple[float, float]]:
-    started_at, arrived = 0.0, dict[int, float]()
+    started_at, arrived, found = 0.0, dict[int, float](), list[tuple[float, float]]()
     for line in lines_of(trace):
         now = started_at + line.time_us / 1e6
         if isinstance(line, TraceHeader):
@@ -132,9 +128,9 @@ def _takeovers(trace: Path) -> Iterator[tuple[float, float]]:
         elif isinstance(line, Arrival) and line.num_output_tokens:
             arrived[line.seq_id] = now
         elif isinstance(line, Step):
-            for seq_id in line.decision.new:
-                if seq_id in arrived:
-                    yield arrived.pop(seq_id), now
+            moved = arrived.keys() & set(line.decision.new)
+            found += [(arrived.pop(seq_id), now) for seq_id in sorted(moved)]
+    return found
 
 
 def main(words: Sequence[str]) -> None:

@@ -21,9 +21,9 @@ taken from requests that are parked, too, and for a running request from all tha
 request waits for rows that only a later one frees.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import SchedulerFeature
@@ -41,9 +41,6 @@ from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.multimodal import EncoderLimits, EncoderSlice
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.messages.stats import EncoderStats
-
-if TYPE_CHECKING:
-    from engine_core.scheduler.features.adapters import AdapterResidency
 
 MAX_PASSES: Final = 4
 """Images of running requests that are begun while a parked request waits to begin one."""
@@ -101,7 +98,7 @@ class EncoderInputs(SchedulerFeature):
     leaves_room: each running prompt leaves a token for every request after it. While one waits for
     the encoder others are admitted, and all together may need more than a step has when it goes on.
 
-    adapters: those that workers hold; None if none are served.
+    resident_adapters: those that workers hold now; only read.
 
         begin_step ─▶ cut_chunk, of each request with images ─▶ end_planning ─▶ … ─▶ end_step
     """
@@ -115,10 +112,10 @@ class EncoderInputs(SchedulerFeature):
         policy: FairSchedulingPolicy,
         chunks: ChunkRule,
         max_num_seqs: int,
-        adapters: "AdapterResidency | None",
+        resident_adapters: Container[int],
     ) -> None:
         self.limits = limits
-        self._adapters = adapters
+        self._resident_adapters = resident_adapters
         self.cache = EncoderCacheManager(limits.cache_size)
         self.stalled: set[int] = set()
         self.leaves_room = False
@@ -451,8 +448,7 @@ class EncoderInputs(SchedulerFeature):
         lora = request.lora_request
         if lora is None or not lora.changes_images:
             return False
-        assert self._adapters is not None, "a request has an adapter, but none are served"
-        return lora.lora_int_id not in self._adapters.resident
+        return lora.lora_int_id not in self._resident_adapters
 
     def _advance(self, output: EncoderOutput) -> None:
         """Plan as much of an image as the step has budget for."""
