@@ -75,6 +75,12 @@ SUITES = (
         in_test=True,
     ),
     Suite(
+        "long",
+        "unit tests that take long: images and their process, adapters in steps, heads of drafts",
+        *(900, 120),
+        environment=ONE_THREAD,
+    ),
+    Suite(
         "devices",
         "the code for GPUs on a fake GPU and in Triton's interpreter, and the reference device",
         *(480, 120),
