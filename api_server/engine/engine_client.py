@@ -544,13 +544,14 @@ class EngineClient:
     def is_needed(self, epoch: int, *, more_come: bool) -> bool:
         """Whether an old engine has an open request, or may get one.
 
-        more_come: requests for its model may not have been submitted yet.
+        more_come: requests of its time may not have been submitted yet. The only engine gets them,
+        and of several the last one of its model, if that is an old one.
         """
         old = self._connections[epoch]
         if any(request.sent_to == epoch for request in self._open.values()):
             return True
         is_last = old.model != self._model and self._old_engines(old.model) == [old]
-        return more_come and is_last
+        return more_come and (is_last or not self._routes)
 
     def drop(self, epoch: int) -> None:
         """Disconnect an engine that is not current; others of its model get its open requests.
