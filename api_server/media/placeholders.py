@@ -10,14 +10,15 @@ tokenised. How many image tokens it has follows from the shape of the pixels and
 configuration, so it is what the vision part computes.
 """
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from api_server.media.settings import inner, read_settings
 from proto.errors import ModelError
-from proto.messages.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel, read_model_file
 
 TILED: Final = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 """Architectures that divide an image into tiles."""
@@ -219,3 +220,31 @@ def _text(settings: Mapping[str, Any], key: str, default: str) -> str:
     value = settings.get(key, default)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) and value else default
+
+
+def read_settings(folder: str, name: str) -> dict[str, Any]:
+    """Return the object in a file of a folder, empty without the file; raises ModelError."""
+    try:
+        content = json.loads(read_model_file(Path(folder, name)))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{name}: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{name}: an object is needed")
+    return content
+
+
+def processor_settings(folder: str) -> dict[str, Any]:
+    """Return the settings of the image processor in a folder; raises ModelError.
+
+    transformers 5 writes them into processor_config.json.
+    """
+    settings = read_settings(folder, "preprocessor_config.json")
+    return settings or inner(read_settings(folder, "processor_config.json"), "image_processor")
+
+
+def inner(settings: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an object within settings, an empty one if there is none."""
+    value = settings.get(key)
+    return value if isinstance(value, dict) else {}

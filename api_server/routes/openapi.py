@@ -42,8 +42,8 @@ from api_server.protocol.schemas import (
     one_of,
     or_null,
 )
-from api_server.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 from api_server.routes import adapters, admin
+from api_server.routes.tokenizer import Detokenize, TokenizeChat, TokenizeText
 from proto.settings.config import FrontEndConfig
 
 # JSON Schemas of the responses.
