@@ -16,8 +16,13 @@ from api_server.protocol.chat import (
     REASONING_SWITCHES,
     ChatCompletionRequest,
 )
-from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
-from api_server.protocol.common import REQUEST_NUMBERS, StopStringList, Text
+from api_server.protocol.chat_translation import (
+    PASSED,
+    ChatTranslation,
+    chat_only_fields,
+    split_fields,
+)
+from api_server.protocol.common import StopStringList, Text
 from api_server.protocol.fields import (
     MESSAGES_HINTS,
     MESSAGES_NEUTRAL,
@@ -34,18 +39,6 @@ from proto.errors import InvalidRequestError, require, shown
 
 Json = dict[str, Any]
 Request = TypeVar("Request", bound="CountTokensRequest")
-
-PASSED: Final = frozenset(
-    {
-        *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed"),
-        *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
-        *("stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "bad_words"),
-        *(REQUEST_NUMBERS.keys() - {"temperature", "top_p"}),
-        *("chat_template_kwargs", "truncate_prompt_tokens", "truncation_side"),
-        *("skip_reading_prefix_cache", "data_parallel_rank"),
-    }
-)
-"""Fields of a chat completion that Anthropic's API lacks and that this server accepts here too."""
 
 _CLIENT_NAMES: Final = {
     "stop": "stop_sequences",
