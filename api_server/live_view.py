@@ -300,9 +300,7 @@ class LiveViewPublisher:
             "version": self._version,
             "num_blocks": engine.num_blocks,
             "block_size": engine.block_size,
-            "blocks_per_cell": blocks_per_cell(
-                engine.num_blocks + 1
-            ),  # with block 0
+            "blocks_per_cell": blocks_per_cell(engine.num_blocks + 1),  # with block 0
             "max_num_seqs": self._max_num_seqs,
             "max_model_len": engine.max_model_len,
             "engine": index,
