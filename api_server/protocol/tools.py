@@ -105,7 +105,7 @@ def _tool(value: Any, where: str, ignored: IgnoredFields) -> tuple[FunctionTool,
     within = f"{where}.function"
     known = ("name", "description", "parameters", "strict")
     function = _object(fields["function"], within, known, ignored)
-    name = function.get("name")
+    name: Any = function.get("name")
     matches = isinstance(name, str) and _NAME.fullmatch(name) is not None
     require(matches, f"{within}.name", f"must match {TOOL_NAME}")
     strict = function.get("strict", False)
@@ -178,7 +178,8 @@ def _allowed_tools(value: Any, ignored: IgnoredFields) -> AllowedTools:
     where = "tool_choice.allowed_tools"
     choice = _object(value, "tool_choice", ("type", "allowed_tools"), ignored)
     allowed = _object(choice.get("allowed_tools"), where, ("mode", "tools"), ignored)
-    mode, tools = allowed.get("mode"), allowed.get("tools")
+    mode: Any = allowed.get("mode")
+    tools: Any = allowed.get("tools")
     require(mode in ("auto", "required"), f"{where}.mode", "must be auto or required")
     is_list = isinstance(tools, list) and 0 < len(tools) <= MAX_TOOLS
     require(is_list, f"{where}.tools", f"must be a list of 1 to {MAX_TOOLS} tools")
