@@ -28,7 +28,7 @@ from api_server.engine.async_link import SupervisorLink
 from api_server.engine.open_request import NO_ENGINE, OpenRequest, OutputStream
 from api_server.engine.router import EngineLoad, RoutedRequest, Router
 from api_server.errors import NotAvailableError
-from api_server.live_view.publisher import LiveViewPublisher
+from api_server.live_view import LiveViewPublisher
 from api_server.metrics.metrics import Metrics
 from proto import PROTOCOL_VERSION
 from proto.codec import Message, changed
