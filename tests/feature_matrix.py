@@ -191,7 +191,7 @@ INVARIANT: Final = (
 ENCODER_SETTINGS: Final = "worker/test_encoders.py::test_settings_that_an_encoder_cannot_have"
 SIDE_BY_SIDE: Final = "e2e/test_reload.py::test_reload_side_by_side_keeps_streams"
 ENGINES: Final = "e2e/test_engines.py::test_engines_give_equal_answers"
-STANDBY: Final = "chaos/test_standby.py::test_streams_survive_deaths_beside_standby_processes"
+STANDBY: Final = "chaos/test_takeovers.py::test_streams_survive_deaths_beside_standby_processes"
 STANDBY_FLAGS: Final = (
     "proto/test_config.py::test_standby_processes_that_could_replace_none_are_refused"
 )

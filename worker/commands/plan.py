@@ -388,8 +388,9 @@ def main() -> int:
                 lines = [*times.lines(), busy_line(other_cores)]
             print("\n".join(filter(None, lines)))
             if standby := config.reliability.standby:
-                size = memory_size(plan.work["standby processes"])
-                print(f"  standby          {standby}: {size} of the work space, no time of a core")
+                size = plan.work["standby processes"]
+                memory = f"{memory_size(size)} of the work space" if size else "on the host alone"
+                print(f"  standby          {standby}, {memory}; their threads sleep")
             if generates:
                 print(f"  end tokens       {prepared.ends_notice}")
     except TokendError as error:

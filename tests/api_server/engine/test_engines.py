@@ -291,7 +291,8 @@ async def test_standby_processes_are_shown(front_end):
     app_state = front_end.app_state
     assert "standby" not in (await front_end.http.get("/health/ready")).json()
     reliability = ReliabilityConfig(standby_engines=1, standby_workers=2)
-    app_state.settings = changed(app_state.settings, reliability=reliability)
+    settings = changed(app_state.settings, reliability=reliability)
+    object.__setattr__(app_state, "settings", settings)  # it is frozen
     command(front_end, HealthStatus((), 1, 2))
     ready = await front_end.http.get("/health/ready")
     assert ready.json()["standby"] == {"engine": 1, "worker": 2}
