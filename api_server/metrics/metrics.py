@@ -41,7 +41,7 @@ from api_server.metrics.metric_sheet import (
     MetricSheet,
 )
 from proto.messages.kv_events import DEVICE_MEDIUM
-from proto.messages.lifecycle import EngineReady, Role, process_title
+from proto.messages.lifecycle import EngineReady, HealthStatus, Role, process_title
 from proto.messages.lora import AdapterUsage
 from proto.messages.stats import SchedulerStats
 
@@ -58,6 +58,8 @@ _TIER_GAUGES: Final = {
     "num_blocks": ("tokend:kv_blocks", "Blocks for KV on a medium."),
     "num_free": ("tokend:kv_free_blocks", "Those of them that are not in use."),
 }
+
+_NO_STATUS: Final = HealthStatus()
 
 
 class Metrics(Collector):
@@ -85,6 +87,7 @@ class Metrics(Collector):
         self._properties: dict[int, EngineReady] = {}
         self._ready = True
         self._missing_engines: Collection[int] = ()
+        self._status = _NO_STATUS
         self._engine_gauges = EngineGauges(
             sheet,
             (
@@ -119,12 +122,18 @@ class Metrics(Collector):
         self._registry.register(http_metrics)
         return http_metrics
 
-    def render(self, *, ready: bool = True, missing_engines: Collection[int] = ()) -> bytes:
+    def render(
+        self,
+        *,
+        ready: bool = True,
+        missing_engines: Collection[int] = (),
+        status: HealthStatus = _NO_STATUS,
+    ) -> bytes:
         """Return all metrics in Prometheus' text format 0.0.4.
 
-        ready, missing_engines: see `/health/ready`.
+        ready, missing_engines: see `/health/ready`. status: the last one of the supervisor.
         """
-        self._ready, self._missing_engines = ready, missing_engines
+        self._ready, self._missing_engines, self._status = ready, missing_engines, status
         return generate_latest(self._registry)
 
     # What happened. Each method belongs to one event.
@@ -268,6 +277,12 @@ class Metrics(Collector):
             "tokend:engine_ready",
             "Whether an engine takes requests: 1 or 0.",
             {str(index): index not in self._missing_engines for index in range(len(self.engines))},
+        )
+        yield _gauge_by(
+            "role",
+            "tokend:standby_processes",
+            "Standby processes that are ready to replace one that dies.",
+            {"engine": self._status.standby_engines, "worker": self._status.standby_workers},
         )
         for what in ("queued_reqs", "queued_tokens"):
             limits = [getattr(engine, f"max_num_{what}") for engine in engines.values()]

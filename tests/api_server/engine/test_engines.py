@@ -6,10 +6,11 @@ import logging
 import pytest
 
 from api_server.supervisor_commands import EngineSwitch, _run_command
+from proto.codec import changed
 from proto.messages.engine_io import FinishReason
 from proto.messages.lifecycle import HealthStatus, NotReady, Restarted, WeightFormatMemory
 from proto.messages.stats import SchedulerStats
-from proto.settings.config import LoRAConfig
+from proto.settings.config import LoRAConfig, ReliabilityConfig
 from tests.api_server.conftest import MODEL
 from tests.fakes import lifecycle_messages
 
@@ -345,6 +346,21 @@ async def test_no_call_waits_for_an_engine_that_rests(front_end):
     assert not later.done()
     front_end.engines[1].announce()
     assert (await later).status_code == 200
+
+
+async def test_standby_processes_are_shown(front_end):
+    """In the health check only where some are wanted."""
+    app_state = front_end.app_state
+    assert "standby" not in (await front_end.http.get("/health/ready")).json()
+    reliability = ReliabilityConfig(standby_engines=1, standby_workers=2)
+    settings = changed(app_state.settings, reliability=reliability)
+    object.__setattr__(app_state, "settings", settings)  # it is frozen
+    command(front_end, HealthStatus((), 1, 2))
+    ready = await front_end.http.get("/health/ready")
+    assert ready.json()["standby"] == {"engine": 1, "worker": 2}
+    metrics = (await front_end.http.get("/metrics")).text.splitlines()
+    assert 'tokend:standby_processes{role="engine"} 1.0' in metrics
+    assert 'tokend:standby_processes{role="worker"} 2.0' in metrics
 
 
 async def test_health_names_missing_engines_and_stays_ready(front_end):
