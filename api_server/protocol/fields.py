@@ -164,7 +164,6 @@ NEUTRAL: Final[Neutral] = {
     **SGLANG_NEUTRAL,
     "best_of": (1,),
     "include_reasoning": (True,),
-    "kv_transfer_params": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "text": ({}, {"format": {"type": "text"}}),
