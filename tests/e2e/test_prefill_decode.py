@@ -86,7 +86,7 @@ def test_decode_goes_on_with_the_kv_of_prefill(
         bodies.append(("/v1/chat/completions", chat))
         sampled = {"temperature": 1.0, "seed": 5, "n": 2, "logprobs": 2, "prompt": PROMPTS[1][3:]}
         bodies.append(("/v1/completions", {**COMPLETION, **sampled}))
-        for path, body in bodies:
+        for path, body in bodies if num_workers == 1 else bodies[-2:]:
             before = hits(second)
             params = prefill(first, path, **body)
             assert params["tp_size"] == num_workers
