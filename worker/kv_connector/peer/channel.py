@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol, TypeVar
 
 from proto.codec import MessageDecoder, encode
-from proto.errors import ProtocolError
+from proto.errors import ProtocolError, shown
 from proto.messages.kv_peer import (
     MAX_BATCH_BLOCKS,
     NONCE_BYTES,
@@ -117,7 +117,7 @@ class Channel:
         """Return the producer's answer, of this kind; raises PeerError for a refusal."""
         answer = self.receive(_to_consumer)
         if isinstance(answer, Refusal):
-            raise PeerError(answer.reason)
+            raise PeerError(one_line(answer.reason))
         if not isinstance(answer, kind):
             raise PeerError(f"{type(answer).__name__} in place of {kind.__name__}")
         return answer
@@ -146,6 +146,11 @@ class Channel:
         if seconds <= 0.0:
             raise ConnectionLostError("no answer in time")
         self.socket.settimeout(seconds)
+
+
+def one_line(text: str) -> str:
+    """Return what another daemon has written, for the log."""
+    return " ".join(shown(text).split())
 
 
 def _code(key: bytes, number: int, payload: bytes) -> bytes:

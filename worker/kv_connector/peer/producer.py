@@ -47,6 +47,7 @@ from worker.kv_connector.peer.channel import (
     check_layout,
     check_user,
     greet_consumer,
+    one_line,
 )
 
 logger = logging.getLogger("tokend.kv_peer")
@@ -153,8 +154,8 @@ class Leases:
             overdue = [name for name, lease in self._leases.items() if lease.end <= now]
             self._end(overdue)
             left = min((lease.end - now for lease in self._leases.values()), default=math.inf)
-        for _ in overdue:
-            logger.warning("KV that no other daemon has fetched is freed: its lease has ended")
+        if overdue:
+            logger.warning("KV of %d requests was not fetched in time, and is freed", len(overdue))
         return max(0.0, left)
 
     def pop_ended(self) -> list[int]:
@@ -264,9 +265,14 @@ class PeerServer:
                     connection.close()
                     continue
                 self._connections.add(connection)
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=[connection], name="kv peer", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # too many threads: leases have to end all the same
+                logger.warning("a consumer is not served: %s", error)
+                self._forget(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer one consumer until the connection ends."""
@@ -283,9 +289,12 @@ class PeerServer:
         except Exception:
             logger.exception("a consumer's connection has failed")
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
 
     def _answer_all(self, channel: Channel) -> None:
         transport: BlockTransport | None = None
@@ -324,7 +333,7 @@ class PeerServer:
                 self._heartbeat()
         elif isinstance(message, Release):
             if message.failure:
-                logger.warning("KV was not handed over: %s", message.failure)
+                logger.warning("KV was not handed over: %s", one_line(message.failure))
             self._leases.release(message.request_id)
             known = []
         else:
