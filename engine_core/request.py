@@ -126,7 +126,7 @@ class Request:
         it happened. has_events: whether the next output has events.
         running_index: while it runs, a number that grows along the running list.
         kv_transfer_params: of a finished request, a JSON object for the client about where its KV
-            is; empty for none.
+            is; empty for none. kv_transfer_request: what the client has sent of that kind.
         crash_count: crashes while it was being computed, since its last progress.
     """
 
@@ -153,6 +153,7 @@ class Request:
         reader: int = 0,
         pooling_params: PoolingParams | None = None,
         skip_reading_prefix_cache: bool = False,
+        kv_transfer_request: bytes = b"",
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
         self.seq_id = seq_id
@@ -200,6 +201,7 @@ class Request:
         self.has_events = False
         self._events: list[tuple[EventType, float]] = []
         self.kv_transfer_params = b""
+        self.kv_transfer_request = kv_transfer_request
         self.crash_count = crash_count
 
     def _set_prompt(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:
@@ -392,6 +394,7 @@ def choices_of(
             reader=message.reader,
             pooling_params=message.pooling_params,
             skip_reading_prefix_cache=message.skip_reading_prefix_cache,
+            kv_transfer_request=message.kv_transfer_request,
         )
         for choice in range(message.n)
         if choice not in message.finished_choices

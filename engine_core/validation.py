@@ -7,8 +7,10 @@ again, so that no message can harm it, a worker, or another request.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from proto.errors import InvalidRequestError
+from proto.codec import from_json
+from proto.errors import InvalidRequestError, ProtocolError
 from proto.messages.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
 from proto.messages.grammar import MAX_GRAMMAR_BYTES, GrammarSource
 from proto.messages.logit_edits import LogitEdits
@@ -77,6 +79,8 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
         _check_forced_tokens(message, (), "a reasoning budget", "thinking_token_budget")
     if message.resumable:
         _check_session(message.n, params)
+    if message.kv_transfer_request:
+        _check_transfer(message.kv_transfer_request)
 
 
 def validate_input(message: SessionInput, limits: RequestLimits) -> None:
@@ -91,6 +95,15 @@ def validate_input(message: SessionInput, limits: RequestLimits) -> None:
         message.sampling_params.validate(limits.vocab_size)
         _check_token_ids(message.sampling_params.eos_token_ids, limits, "eos_token_ids")
         _check_session(1, message.sampling_params)
+
+
+def _check_transfer(request: bytes) -> None:
+    try:
+        from_json(request, dict[str, Any])
+    except ProtocolError:
+        raise InvalidRequestError(
+            "kv_transfer_params is not an object", "kv_transfer_params"
+        ) from None
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

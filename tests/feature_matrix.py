@@ -38,6 +38,7 @@ FEATURES: Final = {
     "standby_workers": "`--standby-workers`",
     "host_kv": "KV in host memory",
     "stored_kv": "KV on a disk, in Redis, in a folder",
+    "peer_kv": "prefill and decode in two daemons",
     "kv_events": "KV events",
     "kv_8_bits": "int8 and fp8 KV",
     "states": "recurrent states",
@@ -146,6 +147,9 @@ EVENTS: Final = (
     '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}',
 )
 
+PEER: Final = "engine_core/scheduler/test_peer_connector.py"
+PEER_WORKERS: Final = "worker/kv_connector/test_peer.py"
+TWO_DAEMONS: Final = "e2e/test_prefill_decode.py::test_decode_goes_on_with_the_kv_of_prefill"
 IMAGES: Final = "api_server/test_images.py::test_choices_grammars_streams_and_a_continued_answer"
 IMAGES_WITH: Final = "worker/test_images_with_features.py"
 LIVES: Final = (
@@ -220,7 +224,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ),
     (
         "drafts draft_model",
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         Works(DRAFTS_OF_LOADS, "the scheduler does not know the medium of a connector"),
     ),
     (
@@ -358,7 +362,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     # ---- Adapters ----
     (
         "adapters",
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         Works(
             APART,
             "connectors name blocks by the hashes of the prefix cache",
@@ -590,7 +594,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     (
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         "transformers invariant cascade",
         Works(COPIES, "blocks are copied as bytes, by code that does not read them"),
     ),
@@ -620,7 +624,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     (
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         "cuda",
         Works(
             "worker/kv_connector/test_offload_copies.py"
@@ -636,15 +640,16 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     (
-        "stored_kv",
+        "stored_kv peer_kv",
         "async",
         Works(
             "engine_core/scheduler/test_kv_transfer_failures.py::test_recompute_from_the_first_one"
         ),
     ),
-    ("host_kv stored_kv", "priority agents sessions choices", Works(LIVES)),
+    ("host_kv stored_kv", "choices", Works(LIVES)),
+    ("host_kv stored_kv peer_kv", "priority agents sessions", Works(LIVES)),
     (
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         "grammar",
         Works(
             "engine_core/structured_output/test_manager.py"
@@ -661,7 +666,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     (
-        "stored_kv",
+        "stored_kv peer_kv",
         "prompt_logprobs",
         Works(
             "engine_core/scheduler/test_kv_transfer.py"
@@ -669,7 +674,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     (
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         "pooling",
         Works(
             "engine_core/scheduler/test_kv_transfer.py"
@@ -678,7 +683,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     (
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         "prompt_embeds",
         Works(
             "engine_core/kv_cache/test_hashing.py::test_a_block_has_the_digest_of_the_embeddings_in_it",
@@ -686,7 +691,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     (
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         "experts",
         Refused(
             "--enable-return-routed-experts does not go with --kv-transfer-config: the experts of "
@@ -696,11 +701,43 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     (
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         "encoders",
         Refused(f"--kv-transfer-config: {UNCACHED}", ENCODER_SETTINGS),
     ),
-    ("host_kv stored_kv agents", "beams", Works(BEAMS_WITH_LOADS)),
+    ("host_kv stored_kv peer_kv agents", "beams", Works(BEAMS_WITH_LOADS)),
+    (
+        "peer_kv",
+        "host_kv stored_kv",
+        Works(f"{PEER}::test_blocks_are_kept_until_the_workers_say_that_they_were_fetched"),
+    ),
+    ("peer_kv", "choices", Works(f"{PEER}::test_choices_load_once")),
+    ("peer_kv", "ranks cpu", Works(TWO_DAEMONS)),
+    ("peer_kv", "kv_8_bits", Works(f"{PEER_WORKERS}::test_blocks_arrive_as_they_were")),
+    (
+        "peer_kv",
+        "replicas",
+        Works(
+            f"{PEER_WORKERS}::test_ports_are_tried_from_the_first_one_on",
+            "each worker has an address of its own, which the answer to a prefill names",
+        ),
+    ),
+    (
+        "peer_kv",
+        "kv_events",
+        Works(
+            "engine_core/test_process_kv_cache.py::test_kv_events_report_cached_blocks",
+            "blocks of the KV pool are reported, also those that were loaded",
+        ),
+    ),
+    (
+        "peer_kv",
+        "states",
+        Refused(
+            "kv_transfer_config: PeerConnector does not copy recurrent states",
+            "proto/test_kv_peer.py::test_recurrent_states_are_refused_before_a_weight_is_read",
+        ),
+    ),
     (
         "kv_events",
         "kv_8_bits transformers cpu cuda invariant cascade",
@@ -1156,9 +1193,9 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ("async", "encoders", Works("worker/test_encoders.py::test_embeddings_of_packed_texts")),
     (
         "reload",
-        "drafts draft_model ranks host_kv stored_kv kv_8_bits states transformers cpu invariant "
-        "cascade async priority agents grammar beams choices prompt_logprobs prompt_embeds experts "
-        "pooling encoders",
+        "drafts draft_model ranks host_kv stored_kv peer_kv kv_8_bits states transformers cpu "
+        "invariant cascade async priority agents grammar beams choices prompt_logprobs "
+        "prompt_embeds experts pooling encoders",
         Works(SIDE_BY_SIDE, "the next processes start as the first ones did"),
     ),
     (
@@ -1307,7 +1344,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ("images", "ranks", Works("worker/test_images.py::test_ranks_give_what_one_gives")),
     (
         "images",
-        "host_kv stored_kv",
+        "host_kv stored_kv peer_kv",
         Works("e2e/test_images.py::test_kv_of_an_image_comes_back"),
     ),
     (
@@ -1402,7 +1439,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     # ---- Standby processes ----
     (
         "standby_engines standby_workers",
-        "drafts draft_model adapters host_kv stored_kv kv_events kv_8_bits states cpu invariant "
+        "drafts draft_model adapters host_kv stored_kv peer_kv kv_events kv_8_bits states cpu invariant "
         "async priority agents sessions grammar beams choices prompt_logprobs prompt_embeds "
         "experts images pooling encoders",
         Works(STANDBY, "a standby process runs the code of any new one, by the same boot message"),

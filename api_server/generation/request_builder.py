@@ -48,6 +48,8 @@ from proto.messages.engine_io import EngineCoreRequest
 from proto.messages.grammar import GrammarSource
 from proto.messages.logit_edits import LOGIT_EDIT_NUMBERS
 from proto.messages.sampling_params import SAMPLING_NUMBERS, ThinkingRule
+from proto.settings.kv_peer import PARAMS, transfer_request
+from proto.settings.kv_transfer_config import kv_transfer_config
 
 TOKEN_ID_BYTES: Final = 8
 LOGPROB_BYTES: Final = 128
@@ -86,6 +88,12 @@ class RequestBuilder(EngineCall[GenerationRequest]):
                 not any(entry.scale for entry in request.lora),
                 "lora",
                 "needs a server with --enable-lora",
+            )
+        self._kv_transfer_request = b""
+        if request.kv_transfer_params:
+            self._kv_transfer_request = transfer_request(
+                kv_transfer_config(app_state.settings.cache.kv_transfer_config),
+                request.kv_transfer_params,
             )
         if request.return_routed_experts:
             require(
@@ -170,6 +178,9 @@ class RequestBuilder(EngineCall[GenerationRequest]):
                 "logprobs cannot be combined with use_beam_search", "logprobs"
             )
         if len(prompts) > 1:
+            require(
+                not self._kv_transfer_request, PARAMS, "is for one prompt, and there are several"
+            )
             self._check_queue("prompt", tokens=sum(len(prompt.token_ids) for prompt in prompts))
         # a client's negative seed wraps around
         seed = next(app_state.seeds) if body.seed is None else body.seed & SEED_MASK
@@ -191,6 +202,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
                 grammar=self._grammar,
                 agent=self._agent,
                 thinking=options.thinking,
+                kv_transfer_request=self._kv_transfer_request,
             )
             for prompt in prompts
         ]

@@ -254,6 +254,9 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
     draft."""
     return_prompt_text: bool = False
     """Add prompt_text to the answer, as the model saw it."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Prefill and decode in two daemons: do_remote_decode keeps the prompt's KV for another one;
+    the kv_transfer_params of that answer load it there. Needs --kv-transfer-config."""
 
     @property
     def includes_usage(self) -> bool:

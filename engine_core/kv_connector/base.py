@@ -98,6 +98,9 @@ class SchedulerConnector:
     supports_groups: bool = True
     supports_states: bool = False
 
+    def on_new_request(self, request: Request) -> None:
+        """A request enters the queue; `request.kv_transfer_request` is what its client has sent."""
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
         """Return how many tokens can be loaded after the first `num_computed_tokens`.
 
@@ -196,6 +199,7 @@ NO_CONNECTOR: Final = SchedulerConnector()
 CONNECTORS: Final = {
     "OffloadingConnector": "engine_core.kv_connector.offload.connector:OffloadingScheduler",
     "MultiConnector": "engine_core.kv_connector.multi:MultiScheduler",
+    "PeerConnector": "engine_core.kv_connector.peer:PeerScheduler",
     "SharedStorageConnector": "engine_core.kv_connector.shared_storage:SharedStorageScheduler",
 }
 """Classes by name; their modules are imported on demand."""

@@ -58,6 +58,10 @@ class MultiScheduler(SchedulerConnector):
         self._sending_blocks: dict[tuple[int, int], list[int]] = {}
         self._ranks_left: dict[tuple[int, int], int] = {}
 
+    def on_new_request(self, request: Request) -> None:
+        for child in self.children:
+            child.on_new_request(request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
         """Return the first child's match; the request waits if any child does not know yet."""
         return self._choose(

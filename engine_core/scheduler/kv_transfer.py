@@ -181,6 +181,10 @@ class KVTransferManager(SchedulerFeature):
 
     # Lookups
 
+    def on_request_added(self, request: Request) -> None:
+        if self.connected:
+            self.connector.on_new_request(request)
+
     def begin_admission(self, plan: StepPlan) -> None:
         self._plan = plan
 

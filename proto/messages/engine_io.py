@@ -161,6 +161,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
         place of the embedding of the prompt's tokens, which are all 0 then; empty for none.
     lora_request: the adapter; None for the model alone.
     mm_features: images of the prompt, in its order.
+    kv_transfer_request: `kv_transfer_params` of the client, a JSON object for the KV connector;
+        empty for none.
     """
 
     epoch: int
@@ -191,6 +193,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     prompt_embeds: bytes = b""
     lora_request: LoRARequest | None = None
     mm_features: list[MultiModalFeature] = []
+    kv_transfer_request: bytes = b""
 
     @property
     def trace_id(self) -> str:

@@ -11,6 +11,7 @@ from proto.errors import ConfigError, shown
 from proto.runtime.plugins import installed_names, target_of
 from proto.settings.config import ServeConfig
 from proto.settings.kv_media import check_private
+from proto.settings.kv_peer import MULTI, PEER, peer_settings, read_key
 from proto.settings.kv_transfer_config import (
     CPU_SPEC,
     DISK_SPEC,
@@ -29,8 +30,7 @@ from proto.settings.kv_transfer_config import (
 
 OFFLOADING: Final = "OffloadingConnector"
 SHARED_STORAGE: Final = "SharedStorageConnector"
-MULTI: Final = "MultiConnector"
-CONNECTORS: Final = (MULTI, OFFLOADING, SHARED_STORAGE)
+CONNECTORS: Final = (MULTI, OFFLOADING, PEER, SHARED_STORAGE)
 
 
 def check_media(config: ServeConfig) -> None:
@@ -50,6 +50,9 @@ def check_media(config: ServeConfig) -> None:
             )
         if part.kv_connector == SHARED_STORAGE:
             _check_weights(SHARED_STORAGE, config)
+        elif part.kv_connector == PEER:
+            read_key(peer_settings(extra))
+            _check_weights(PEER, config)
         elif part.kv_connector == OFFLOADING and not extra.get("spec_module_path"):
             _check_medium(extra, config)
 
@@ -60,8 +63,9 @@ def require_copies_of_states(config: ServeConfig) -> None:
     The engine checks those of other modules, which it alone imports.
     """
     for part in _flatten(kv_transfer_config(config.cache.kv_transfer_config)):
-        if part.kv_connector == SHARED_STORAGE and not part.kv_connector_module_path:
-            raise ConfigError(f"{FIELD}: {SHARED_STORAGE} does not copy recurrent states", FIELD)
+        name = part.kv_connector
+        if name in (PEER, SHARED_STORAGE) and not part.kv_connector_module_path:
+            raise ConfigError(f"{FIELD}: {name} does not copy recurrent states", FIELD)
 
 
 def disk_paths(config: ServeConfig) -> list[str]:

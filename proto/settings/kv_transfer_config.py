@@ -179,7 +179,7 @@ def offload_settings(
     full attention. has_states: whether there is a group of recurrent states, too.
     """
     common = {key: extra[key] for key in OffloadSettings.__struct_fields__ if key in extra}
-    settings = _convert_by_key(common, OffloadSettings)
+    settings = convert_by_key(common, OffloadSettings)
     size = settings.block_size or block_size
     if size < 1 or size % block_size:
         raise config_key_error(
@@ -223,7 +223,7 @@ def cpu_settings(extra: Mapping[str, Any]) -> CPUSettings:
         raise config_key_error(
             "cpu_bytes_to_use", f"is needed by {CPU_SPEC}: bytes of memory, of all ranks"
         )
-    return _convert_by_key(own, CPUSettings)
+    return convert_by_key(own, CPUSettings)
 
 
 def disk_settings(extra: Mapping[str, Any]) -> DiskSettings:
@@ -277,7 +277,7 @@ def config_key_error(key: str, what: str) -> ConfigError:
     return ConfigError(f"--kv-transfer-config: kv_connector_extra_config.{key} {what}")
 
 
-def _convert_by_key(values: Mapping[str, Any], kind: type[_S]) -> _S:
+def convert_by_key(values: Mapping[str, Any], kind: type[_S]) -> _S:
     """Convert key by key, so that the error names the key."""
     for key, value in values.items():
         field_type = next(

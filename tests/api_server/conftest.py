@@ -29,7 +29,14 @@ from proto.messages.engine_io import FinishReason
 from proto.messages.lifecycle import ProcessBoot
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.sockets import Link, front_end_path
-from proto.settings.config import FrontEndConfig, LoRAConfig, ModelConfig, ServeConfig, TraceConfig
+from proto.settings.config import (
+    CacheConfig,
+    FrontEndConfig,
+    LoRAConfig,
+    ModelConfig,
+    ServeConfig,
+    TraceConfig,
+)
 from tests.fakes import lifecycle_messages
 from tests.fakes.fake_engine import FakeEngine, FakeSupervisor, Script
 from tests.fakes.lifecycle_messages import profiler_config
@@ -107,10 +114,15 @@ def make_boot(
     index: int = 0,
     lora: LoRAConfig | None = None,
     engine_epochs: tuple[int, ...] = (1,),
+    kv_transfer_config: str | None = None,
 ) -> ProcessBoot:
     trace = TraceConfig(profiler_config=profiler_config(f"{run_dir}/profiles"))
     config = ServeConfig(
-        model=ModelConfig(seed=seed), frontend=frontend, trace=trace, lora=lora or LoRAConfig()
+        model=ModelConfig(seed=seed),
+        frontend=frontend,
+        trace=trace,
+        lora=lora or LoRAConfig(),
+        cache=CacheConfig(kv_transfer_config=kv_transfer_config),
     )
     return lifecycle_messages.boot(
         "api_server",
@@ -262,6 +274,7 @@ async def serving(
     admin_sockets: Sequence[socket.socket] = (),
     media: MediaReader | None = None,
     num_engines: int = 1,
+    kv_transfer_config: str | None = None,
 ) -> AsyncIterator[FrontEnd]:
     """Run a front end that serves a model inside the context. media: reads images."""
     epochs = tuple(range(1, num_engines + 1))
@@ -277,7 +290,10 @@ async def serving(
         )
         for path, epoch in zip(paths, epochs, strict=True)
     ]
-    boot = make_boot(run_dir, model, config or FrontEndConfig(), seed, index, lora, epochs)
+    frontend = config or FrontEndConfig()
+    boot = make_boot(
+        run_dir, model, frontend, seed, index, lora, epochs, kv_transfer_config=kv_transfer_config
+    )
     supervisor = FakeSupervisor()
     links = [Link.connect(path, FromEngine) for path in paths]
     app_state = make_app_state(boot, links, supervisor, media)

@@ -122,6 +122,7 @@ NO_CONNECTOR: Final = WorkerConnector()
 CONNECTORS: Final = {
     "OffloadingConnector": "worker.kv_connector.offload.connector:OffloadingWorker",
     "MultiConnector": "worker.kv_connector.multi:MultiWorker",
+    "PeerConnector": "worker.kv_connector.peer.connector:PeerWorker",
     "SharedStorageConnector": "worker.kv_connector.shared_storage:SharedStorageWorker",
 }
 """Classes by name; their modules are imported on demand."""

@@ -1,0 +1,65 @@
+"""Settings of the PeerConnector: a wrong one is refused by its name before any process starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proto.errors import ConfigError
+from proto.settings.config import CacheConfig, ModelConfig, ServeConfig
+from proto.settings.kv_media_checks import (
+    check_media,
+    kv_outlives_process,
+    require_copies_of_states,
+)
+
+
+def serve(extra: dict[str, Any], **model: Any) -> ServeConfig:
+    document = {"kv_connector": "PeerConnector", "kv_connector_extra_config": extra}
+    return ServeConfig(
+        cache=CacheConfig(kv_transfer_config=json.dumps(document)), model=ModelConfig(**model)
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"hosts": []}, "hosts is not known; there are transport, host"),
+        ({"transport": "nccl"}, "transport"),
+        ({"transport": "memory"}, "socket_folder is needed"),
+        ({"transport": "memory", "socket_folder": "sockets"}, "an absolute path"),
+        ({"host": "localhost"}, "host is no IP address"),
+        ({"host": "0.0.0.0"}, "host 0.0.0.0 names no host"),
+        ({"host": "10.0.0.1"}, "host 10.0.0.1 is not loopback, which needs key_file"),
+        ({"peers": ["10.0.0.1"]}, "peers 10.0.0.1 is not loopback, which needs key_file"),
+        ({"peers": "10.0.0.1"}, "peers"),
+        ({"port": 70_000}, "port must be between 0 and 65535"),
+        ({"lease_seconds": 0}, "lease_seconds must be more than 0"),
+        ({"load_timeout": 1e9}, "load_timeout must be more than 0"),
+        ({"key_file": "/no/such/file"}, "key_file /no/such/file"),
+    ],
+)
+def test_wrong_settings_are_named(extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check_media(serve(extra))
+
+
+def test_a_key_allows_other_hosts(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("0123456789abcdef\n")
+    check_media(serve({"host": "10.0.0.1", "peers": ["10.0.0.2"], "key_file": str(key_file)}))
+
+
+def test_kv_of_two_weight_formats_is_not_handed_over() -> None:
+    with pytest.raises(ConfigError, match="packed\\+int8 does not go with PeerConnector"):
+        check_media(serve({}, cpu_weights="packed+int8"))
+
+
+def test_weights_are_hashed_because_another_process_gets_the_kv() -> None:
+    assert kv_outlives_process(serve({}))
+
+
+def test_recurrent_states_are_refused_before_a_weight_is_read() -> None:
+    with pytest.raises(ConfigError, match="PeerConnector does not copy recurrent states"):
+        require_copies_of_states(serve({}))

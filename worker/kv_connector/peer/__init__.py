@@ -1,0 +1,1 @@
+"""KV handed from daemon to daemon, workers' half. Start with connector.py."""
