@@ -1440,8 +1440,8 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     (
         "standby_engines standby_workers",
         "drafts draft_model adapters host_kv stored_kv peer_kv kv_events kv_8_bits states cpu "
-        "invariant async priority agents sessions grammar beams choices prompt_logprobs prompt_embeds "
-        "experts images pooling encoders",
+        "invariant async priority agents sessions grammar beams choices prompt_logprobs "
+        "prompt_embeds experts images pooling encoders",
         Works(STANDBY, "a standby process runs the code of any new one, by the same boot message"),
     ),
     ("standby_engines", "standby_workers", Works(STANDBY)),
