@@ -58,7 +58,7 @@ def test_a_death_concerns_one_engine(
     before = daemon.titled(*TITLES)
     before[killed].kill()
     daemon.wait_for(f"{killed} is back after", *notified)
-    daemon.wait_for("api 0: received HealthStatus(reasons=())")
+    daemon.wait_for("api 0: received HealthStatus(reasons=(), ")
     assert not_notified not in daemon.text
     after = daemon.titled(*TITLES)
     assert changed(before, after) == {killed}
@@ -213,7 +213,7 @@ def test_a_changed_model_is_switched_to_at_once(start: Start) -> None:
     assert in_order(daemon.text, "epochs=(3, 4)", "engine 1: incarnation 1, epochs 4 and 4", DONE)
     assert "NotReady(what='engine 1 is being reloaded', since=" in daemon.text
     assert "received Restarted" not in daemon.text
-    daemon.wait_for("api 0: received HealthStatus(reasons=())")
+    daemon.wait_for("api 0: received HealthStatus(reasons=(), ")
 
 
 def test_a_later_engine_that_cannot_load_a_changed_model_rests(start: Start) -> None:

@@ -60,7 +60,7 @@ def test_a_hung_process_is_disconnected_and_prints_its_stacks_before_its_restart
             f"NotReady(what='{TITLES[role]} hangs and is killed'",
             f"NotReady(what='{TITLES[role]} is being restarted'",
             f"received Restarted(role='{role}', hung=True",
-            "api 0: received HealthStatus(reasons=())",
+            "api 0: received HealthStatus(reasons=(), ",
         )
 
 

@@ -574,7 +574,7 @@ API_SERVER = (
     Fault(
         "engine_crash_not_counted",
         "api_server/engine/open_request.py",
-        "self.crash_count += self.alone or self.crash_count < crashes_until_isolated",
+        "self.crash_count += crashed_alone or self.crash_count < crashes_until_isolated",
         "self.crash_count += 0",
         "A request that kills the engine is sent to each next one and kills it as well.",
         ("tests/api_server/test_engine_restart.py",),
