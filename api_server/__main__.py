@@ -4,4 +4,4 @@ from api_server.server import main
 from proto.runtime import process
 
 if __name__ == "__main__":
-    process.run(main)
+    process.run(lambda boot, supervisor: main)

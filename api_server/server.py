@@ -33,7 +33,7 @@ from api_server.http.http_protocol import LimitedHttpProtocol
 from api_server.http.http_server import HttpServer
 from api_server.http.request_log import RequestLog
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
-from api_server.live_view.publisher import LiveViewPublisher
+from api_server.live_view import LiveViewPublisher
 from api_server.media.reader import MediaReader
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics

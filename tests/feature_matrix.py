@@ -34,6 +34,8 @@ FEATURES: Final = {
     "adapters": "adapters (LoRA)",
     "ranks": "tensor and expert parallelism",
     "replicas": "several engines (`--data-parallel-size`)",
+    "standby_engines": "`--standby-engines`",
+    "standby_workers": "`--standby-workers`",
     "host_kv": "KV in host memory",
     "stored_kv": "KV on a disk, in Redis, in a folder",
     "peer_kv": "prefill and decode in two daemons",
@@ -193,6 +195,10 @@ INVARIANT: Final = (
 ENCODER_SETTINGS: Final = "worker/test_encoders.py::test_settings_that_an_encoder_cannot_have"
 SIDE_BY_SIDE: Final = "e2e/test_reload.py::test_reload_side_by_side_keeps_streams"
 ENGINES: Final = "e2e/test_engines.py::test_engines_give_equal_answers"
+STANDBY: Final = "chaos/test_takeovers.py::test_streams_survive_deaths_beside_standby_processes"
+STANDBY_FLAGS: Final = (
+    "proto/test_config.py::test_standby_processes_that_could_replace_none_are_refused"
+)
 IMPORTS: Final = "architecture/test_imports.py::test_folder_imports_only_what_the_table_allows"
 
 NO_DRAFT_MESSAGE: Final = "--speculative-config: no drafts for this model: "
@@ -1430,6 +1436,59 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "reload",
         Works("e2e/test_reload.py::test_several_engines_are_reloaded_while_they_stream"),
     ),
+    # ---- Standby processes ----
+    (
+        "standby_engines standby_workers",
+        "drafts draft_model adapters host_kv stored_kv peer_kv kv_events kv_8_bits states cpu "
+        "invariant async priority agents sessions grammar beams choices prompt_logprobs "
+        "prompt_embeds experts images pooling encoders",
+        Works(STANDBY, "a standby process runs the code of any new one, by the same boot message"),
+    ),
+    ("standby_engines", "standby_workers", Works(STANDBY)),
+    (
+        "standby_engines",
+        "ranks transformers cuda cascade",
+        Works(STANDBY, "the engine process does not know what computes"),
+    ),
+    (
+        "standby_engines standby_workers",
+        "replicas",
+        Works("deploy/test_standby.py::test_none_is_started_before_all_engines_have_caught_up"),
+    ),
+    (
+        "standby_engines standby_workers",
+        "reload",
+        Works("deploy/test_standby.py::test_a_reload_replaces_standby_workers"),
+    ),
+    (
+        "standby_workers",
+        "ranks",
+        Refused(
+            "--standby-workers replaces one worker, and all ranks of a model are restarted "
+            "together: --tensor-parallel-size 1 is needed, got 2",
+            STANDBY_FLAGS,
+            partial(serve, "--standby-workers", "1", "--tensor-parallel-size", "2"),
+        ),
+    ),
+    (
+        "standby_workers",
+        "transformers",
+        Refused(
+            "--standby-workers needs weights that workers share in memory, and those of "
+            "GptOssForCausalLM are not shared here: f32",
+            "worker/test_memory_plan.py::test_standby_workers_need_weights_that_workers_share",
+        ),
+    ),
+    (
+        "standby_workers",
+        "cuda",
+        Refused(
+            "--standby-workers needs --device cpu: workers on GPUs do not share their weights",
+            STANDBY_FLAGS,
+            partial(serve, "--standby-workers", "1", "--device", "cuda"),
+        ),
+    ),
+    ("standby_workers", "cascade", Meaningless("it is for GPUs, which refuse standby workers")),
 )
 
 

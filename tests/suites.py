@@ -75,6 +75,12 @@ SUITES = (
         in_test=True,
     ),
     Suite(
+        "long",
+        "unit tests that take long: images and their process, adapters in steps, heads of drafts",
+        *(900, 120),
+        environment=ONE_THREAD,
+    ),
+    Suite(
         "devices",
         "the code for GPUs on a fake GPU and in Triton's interpreter, and the reference device",
         *(480, 120),
@@ -86,21 +92,21 @@ SUITES = (
         *(600, 600),
     ),
     Suite("lives", "random request sequences of the scheduler, checked by invariants", 900, 600),
-    Suite("rehearsal", "the commands for the first hour on a GPU, on the fake GPU", 1200, 300),
-    Suite("browser", "the page at / and the page of a trace, in headless Chromium", 600, 180),
+    Suite("rehearsal", "the commands for the first hour on a GPU, on the fake GPU", 2400, 300),
+    Suite("browser", "the page at / and the page of a trace, in headless Chromium", 1200, 180),
     Suite(
         "settings",
         "the real daemon with other settings: beams, sessions, tenants, reload, drain, downloads",
-        *(1200, 300),
+        *(2400, 300),
     ),
-    Suite("chaos", "killed, hung and overloaded processes: no request is lost", 1200, 300),
+    Suite("chaos", "killed, hung and overloaded processes: no request is lost", 2400, 300),
     Suite(
         "hostile",
         "small inputs that would stall, swell or end the daemon; another client measures",
         *(1200, 240),
         processes=0,
     ),
-    Suite("media", "KV in host memory, on disk, in Redis and shared storage", 1500, 600),
+    Suite("media", "KV in host memory, on disk, in Redis and shared storage", 2400, 600),
     Suite("adapters", "LoRA adapters behind the real daemon, against merged weights", 900, 300),
     Suite(
         "images", "models that read images behind the real daemon, against transformers", 900, 300
@@ -108,16 +114,16 @@ SUITES = (
     Suite(
         "models",
         "hybrid models, models on transformers' code, tensor parallelism, routed experts, gpt-oss",
-        *(1200, 600),
+        *(2400, 600),
     ),
     Suite(
-        "families", "every family, from a folder and a GGUF file, against transformers", 1800, 300
+        "families", "every family, from a folder and a GGUF file, against transformers", 2700, 300
     ),
-    Suite("parity", "greedy tokens by priority, under preemption, in a full batch", 600, 300),
+    Suite("parity", "greedy tokens by priority, under preemption, in a full batch", 1200, 300),
     Suite(
         "overlapped",
         "parity, deaths and pressure with overlapped steps",
-        *(1200, 300),
+        *(2400, 300),
         paths=(
             "tests/e2e/test_parity.py",
             "tests/chaos/test_deaths.py",
@@ -139,7 +145,7 @@ SUITES = (
     Suite(
         "examples",
         "examples of README and docs with every kernel kind and weight format of this CPU",
-        *(300, 120),
+        *(600, 120),
         paths=("tests/e2e/test_examples.py",),
         processes=0,
     ),

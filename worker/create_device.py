@@ -30,12 +30,15 @@ def create_device(config: ServeConfig, index: int, starts_alone: bool = False) -
 
     if setting == "reference":
         return ReferenceDevice(config.device, parallel=parallel, starts_alone=alone)
+    has_standby = config.reliability.standby_workers > 0
     from worker.cpu.device import CpuDevice
     from worker.cpu.kernels import KernelsUnavailableError, limit_kernels
 
     limit_kernels(config.device.cpu_kernels)
     try:
-        return CpuDevice(config.device, parallel=parallel, starts_alone=alone)
+        return CpuDevice(
+            config.device, parallel=parallel, starts_alone=alone, has_standby=has_standby
+        )
     except KernelsUnavailableError as reason:
         return ReferenceDevice(
             config.device, parallel=parallel, starts_alone=alone, reason=str(reason)

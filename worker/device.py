@@ -149,6 +149,13 @@ class Device(LayerDevice, BlockDevice):
         """
         return Counter({f"{config.num_resident} adapters": config.num_resident * adapter_bytes})
 
+    def standby_bytes(self, config: ServeConfig, own_bytes: int) -> int:
+        """Return the bytes of this device's memory that standby processes take.
+
+        own_bytes: of weights that each worker has for itself.
+        """
+        return 0
+
     @abstractmethod
     def smaller_settings(self) -> list[tuple[str, str, tuple[str | int | float, ...]]]:
         """Return section, field and values, the mildest first, that take less memory."""

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -163,6 +163,22 @@ class LoadedModel:
             WeightFormatMemory(form, num_bytes, form in shared)
             for form, num_bytes in memory.items()
         )
+
+    def planned_again(
+        self, config: ServeConfig, draft: PreparedModel | None, weights_fd: int | None
+    ) -> "LoadedModel":
+        """Return the model with a plan of the memory that is free now; arguments as in `load`."""
+        loaded_bytes = 0 if weights_fd is None else self.device.shared_bytes(weights_fd)
+        plan = plan_memory(
+            config,
+            self.prepared,
+            self.device,
+            self.group.rank,
+            self.weight_format,
+            draft,
+            loaded_bytes,
+        )
+        return replace(self, plan=plan)
 
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""

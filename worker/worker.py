@@ -1,6 +1,7 @@
 """The worker process: load the model, then run the steps that the engine sends.
 
-    supervisor ── boot ──▶ load weights ── WorkerReady ──▶ engine
+    supervisor ── boot ──▶ load weights ── Prepared ──▶ supervisor ── TakePlace ──▶ worker
+    worker ── WorkerReady ──▶ engine
     engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ engine
     engine ── SchedulerOutput ──▶ its runner ── ModelRunnerOutput ──▶ engine
     engine ── GrammarOutput ──▶ before sampling, if the step has constrained rows
@@ -11,7 +12,7 @@ after 30 s.
 
 Workers of one model join a rank group when they initialise their caches, and leave it when the
 engine dies. A rank that waits for another rank in a step then loses the group and waits for the
-supervisor; the same happens when another worker dies. Start with `Worker.run`.
+supervisor; the same happens when another worker dies. Start with `prepare` and `Worker.run`.
 """
 
 import gc
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Final
 
 from proto import PROTOCOL_VERSION
@@ -42,13 +44,12 @@ from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.profiler import ProfileCall
 from proto.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.runtime.faults import FaultInjector
-from proto.runtime.process import describe, freeze_heap
+from proto.runtime.process import Main, describe, freeze_heap
 from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE, pixels_folder
 from proto.runtime.sockets import Link, Poller, worker_path
 from worker.create_device import create_device
-from worker.device import Device
 from worker.kv_connector.steps import ConnectorSteps, no_connector_steps
-from worker.loaded_model import load
+from worker.loaded_model import LoadedModel, load
 from worker.models.families import use_families
 from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, RankGroup
 from worker.profiler import StepProfiler
@@ -148,25 +149,87 @@ class RankWaitTimer:
         return True
 
 
-def main(boot: ProcessBoot, supervisor: Link) -> None:
-    """Load the model, then serve one engine after the other until `Shutdown`."""
+def prepare(boot: ProcessBoot, supervisor: Link) -> Main:
+    """Load the model; return what serves one engine after the other until `Shutdown`."""
+    os.environ.setdefault(TORCH_FOLDER_VARIABLE, os.path.join(boot.run_dir, "torch"))
+    return partial(_serve, PreparedWorker(boot, supervisor))
 
+
+def _serve(prepared: "PreparedWorker", boot: ProcessBoot, supervisor: Link) -> None:
     def connect_engine(worker_epoch: int) -> Link:
         path = worker_path(boot.run_dir, worker_epoch, boot.rank)
         return Link.connect(path, FromEngine)
 
-    os.environ.setdefault(TORCH_FOLDER_VARIABLE, os.path.join(boot.run_dir, "torch"))
-    Worker(boot, connect_engine, supervisor).run()
+    Worker(prepared, boot, connect_engine, supervisor).run()
+
+
+class PreparedWorker:
+    """What a worker has before it has an engine: its device, the loaded model, its group of ranks.
+
+    boot: that of the start. phases: of the start so far.
+    """
+
+    def __init__(self, boot: ProcessBoot, supervisor: Link) -> None:
+        self.phases = PhaseClock(boot.born_at)
+        self.phases.end("imports")
+        self._boot = boot
+        self._supervisor = supervisor
+        config = boot.config
+        use_families(config.model.model_families)
+        self.device = create_device(config, boot.index, boot.starts_alone)
+        self.device.check_kv_dtype(config.cache.kv_cache_dtype)
+        size = config.parallel.tensor_parallel_size
+        self.group = RankGroup() if size == 1 else self._create_group(size)
+        self.loaded = load(
+            config,
+            boot.model,
+            self.device,
+            self.group,
+            supervisor.send,
+            # A worker that replaces a dead one tries to load: requests wait, memory may return.
+            must_fit=not boot.replaces_dead,
+            draft=boot.draft_model,
+            weights_fd=boot.weights_fd,
+        )
+        self.phases.end("weights")
+
+    def take_place(self) -> LoadedModel:
+        """Return the model; of a standby worker with a plan of the memory that is free now."""
+        self.phases.skip()
+        boot = self._boot
+        if boot.has_place:
+            return self.loaded
+        return self.loaded.planned_again(boot.config, boot.draft_model, boot.weights_fd)
+
+    def report_long_wait(self) -> None:
+        """Report that this rank waits for others in the middle of a step."""
+        self._supervisor.send(WaitingForRanks(self._boot.rank))
+
+    def _create_group(self, size: int) -> RankGroup:
+        """Return the group of this daemon's `size` ranks, not yet joined."""
+        return self.device.rank_group()(
+            run_dir=self._boot.run_dir,
+            rank=self._boot.rank,
+            size=size,
+            device=self.device.torch_device,
+            on_long_wait=self.report_long_wait,
+            is_interrupted=lambda: bool(Poller([self._supervisor]).wait(0.0)),
+        )
 
 
 class Worker:
     """One worker process. connect_engine: connects to the engine of a worker epoch."""
 
     def __init__(
-        self, boot: ProcessBoot, connect_engine: Callable[[int], Link], supervisor: Link
+        self,
+        prepared: PreparedWorker,
+        boot: ProcessBoot,
+        connect_engine: Callable[[int], Link],
+        supervisor: Link,
     ) -> None:
-        self._phases = PhaseClock(boot.born_at)
-        self._phases.end("imports")
+        self._phases = prepared.phases
+        self._loaded = prepared.take_place()
+        self._report_long_wait = prepared.report_long_wait
         self._boot = boot
         self._supervisor = supervisor
         self._connect_engine = connect_engine
@@ -183,24 +246,9 @@ class Worker:
         self._launched: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self._fault_injector = FaultInjector.of(boot.faults, "worker", boot.index, boot.incarnation)
         self._has_lost_group = False
-        config = boot.config
-        use_families(config.model.model_families)
-        device = create_device(config, boot.index, boot.starts_alone)
-        device.check_kv_dtype(config.cache.kv_cache_dtype)
-        size = config.parallel.tensor_parallel_size
-        self._group = RankGroup() if size == 1 else self._create_group(size, device)
+        config, device = boot.config, prepared.device
+        self._group = prepared.group
         self._rank_wait = RankWaitTimer()
-        self._loaded = load(
-            config,
-            boot.model,
-            device,
-            self._group,
-            supervisor.send,
-            # A worker that replaces a dead one tries to load: requests wait, memory may return.
-            must_fit=not boot.replaces_dead,
-            draft=boot.draft_model,
-            weights_fd=boot.weights_fd,
-        )
         if device.runs_largest_step:
             self._group.join(self._epoch, "memory")  # the largest step needs all ranks
         self._adapters = self._loaded.adapters
@@ -216,18 +264,8 @@ class Worker:
             supervisor.send,
             pixels_folder(boot.run_dir),
         )
-        self._phases.end("weights")
-
-    def _create_group(self, size: int, device: Device) -> RankGroup:
-        """Return the group of this daemon's `size` ranks, not yet joined."""
-        return device.rank_group()(
-            run_dir=self._boot.run_dir,
-            rank=self._boot.rank,
-            size=size,
-            device=device.torch_device,
-            on_long_wait=self._report_long_wait,
-            is_interrupted=lambda: bool(Poller([self._supervisor]).wait(0.0)),
-        )
+        if device.runs_largest_step:
+            self._phases.end("memory of the largest step")
 
     def run(self) -> None:
         """Run steps until `Shutdown`; raise ProcessDiedError if a dead engine is not replaced."""
@@ -297,9 +335,6 @@ class Worker:
                     "engine_core", 0, self._engine_epoch, "it sent an undecodable message"
                 )
             )
-
-    def _report_long_wait(self) -> None:
-        self._supervisor.send(WaitingForRanks(self._boot.rank))
 
     def _change_engine(self, epoch: int) -> None:
         """Drop rows, KV and steps of the old engine, and connect to the next one."""

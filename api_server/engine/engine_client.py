@@ -28,7 +28,7 @@ from api_server.engine.async_link import SupervisorLink
 from api_server.engine.open_request import NO_ENGINE, OpenRequest, OutputStream
 from api_server.engine.router import EngineLoad, RoutedRequest, Router
 from api_server.errors import NotAvailableError
-from api_server.live_view.publisher import LiveViewPublisher
+from api_server.live_view import LiveViewPublisher
 from api_server.metrics.metrics import Metrics
 from proto import PROTOCOL_VERSION
 from proto.codec import Message, changed
@@ -470,8 +470,7 @@ class EngineClient:
         """Note which engines take no requests now, as the supervisor knows.
 
         missing: they, or their workers, have ended or hang. restarted: those of them that have
-        ended; their open requests move if another engine is ready. resting: those of these that no
-        call waits for.
+        ended; they lose their open requests. resting: those of these that no call waits for.
         """
         self._resting = set(resting)
         for engine in resting:
@@ -483,7 +482,7 @@ class EngineClient:
         died = set(restarted) - self._restarted
         self._reported_missing, self._restarted = set(missing), set(restarted)
         for engine in died:
-            self._leave_engine(self._current[engine], died=True)
+            self._leave_engine(self._current[engine])
         if came_back:
             self._send_waiting_requests()
 
@@ -491,16 +490,16 @@ class EngineClient:
         """Note that the workers of an engine have died, before the supervisor's report says so."""
         self._reported_missing.add(engine)
         self._restarted.add(engine)
-        self._leave_engine(self._current[engine], died=True)
+        self._leave_engine(self._current[engine])
 
-    def _leave_engine(self, connection: EngineConnection, *, died: bool) -> None:
-        """Move the open requests of an engine that computes nothing, if another one is ready.
+    def _leave_engine(self, connection: EngineConnection) -> None:
+        """Take the open requests from one of several engines that computes nothing now.
 
-        Sessions with input in parts stay, because their engine may compute them again.
+        They go to other engines, or wait for the first one that is ready, so that every death is
+        counted here. Sessions with input in parts stay, because their engine may compute them
+        again.
         """
-        if self._closed or not connection.ready:
-            return
-        if not any(map(self._takes_requests, self._current)):
+        if self._closed or not self._routes or not connection.ready:
             return
         connection.exchange_messages()
         index, properties = connection.index, self._properties[connection.index]
@@ -512,7 +511,7 @@ class EngineClient:
         ]
         for request in moved:
             self._send_abort(request, "disconnect", None)
-        self._move_requests(moved, died=died)
+        self._move_requests(moved, died=True)
         self._send_waiting_requests()
         self._check_deadlines()
 
@@ -545,13 +544,14 @@ class EngineClient:
     def is_needed(self, epoch: int, *, more_come: bool) -> bool:
         """Whether an old engine has an open request, or may get one.
 
-        more_come: requests for its model may not have been submitted yet.
+        more_come: requests of its time may not have been submitted yet. The only engine gets them,
+        and of several the last one of its model, if that is an old one.
         """
         old = self._connections[epoch]
         if any(request.sent_to == epoch for request in self._open.values()):
             return True
         is_last = old.model != self._model and self._old_engines(old.model) == [old]
-        return more_come and is_last
+        return more_come and (is_last or not self._routes)
 
     def drop(self, epoch: int) -> None:
         """Disconnect an engine that is not current; others of its model get its open requests.
@@ -676,8 +676,8 @@ class EngineClient:
             return old[request.request.request_id % len(old)] if old else None
         if not self._routes:
             return self._current[0]
-        ready = list(filter(self._takes_requests, self._current))
-        ready = ready or [each for each in self._current if each.ready]
+        alive = [each for each in self._current if each.ready and each.index not in self._restarted]
+        ready = list(filter(self._takes_requests, alive)) or alive
         ready = [each for each in ready if not each.stalled] or ready
         if self._suspects:
             isolated = self._isolated_engine()
@@ -753,8 +753,6 @@ class EngineClient:
                 connection.send(changed(adapter_call.call, epoch=epoch, resent=True))
         connection.is_watched = False  # until this engine is asked
         self.update_view_subscription()
-        for other in self._restarted - {index}:  # no engine was ready when they ended
-            self._leave_engine(self._current[other], died=False)
         self._send_waiting_requests()
 
     def _note_ready(self, connection: EngineConnection) -> None:
@@ -858,14 +856,11 @@ class EngineClient:
         it crashes one more, where it runs alone, it is ended.
         """
         any_started = any(request.started for request in requests)
+        limit = self._crashes_until_isolated if died else None
         for request in requests:
-            was_alone = request.alone
             self._suspects.discard(request.request.request_id)
             self._router.note_finished(request.request.request_id)
-            request.lose_engine(
-                self._crashes_until_isolated if died else None, others_started=any_started
-            )
-            if was_alone and self._is_suspect(request) and died:
+            if request.lose_engine(limit, others_started=any_started) and self._routes:
                 text = (
                     f"the server crashed {request.crash_count} times while it computed this "
                     "request, at last with no other request running; it is not tried again"

@@ -123,11 +123,11 @@ class OpenRequest:
 
     def lose_engine(
         self, crashes_until_isolated: int | None, *, others_started: bool = False
-    ) -> None:
+    ) -> bool:
         """Note that the request's engine is gone, and count the crash if the request is suspect.
 
         crashes_until_isolated: None if the engine did not die. others_started: the engine had
-        `started` some request.
+        `started` some request. Returns whether the request crashed it alone.
 
         A request with `crashes_until_isolated` crashes is suspect only if it ran alone. One with
         fewer, but some, is suspect only if this engine had started it, or had started no request.
@@ -137,14 +137,17 @@ class OpenRequest:
         num_tokens = sum(map(len, self.stream.output_token_ids))
         passed_crash = 0 < self._num_tokens_at_crash <= self._num_computed_tokens
         if num_tokens > self._num_tokens or passed_crash:
-            self.crash_count = 0
+            self.crash_count, self.alone = 0, False
         only_waited = self.crash_count > 0 and others_started and not self.started
+        crashed_alone = False
         if crashes_until_isolated is not None and self.sent_to != NO_ENGINE and not only_waited:
-            self.crash_count += self.alone or self.crash_count < crashes_until_isolated
+            crashed_alone = self.alone
+            self.crash_count += crashed_alone or self.crash_count < crashes_until_isolated
             self._num_tokens_at_crash = self._num_tokens_under_way
         self._num_tokens = num_tokens
         self._num_computed_tokens = self._num_tokens_under_way = 0
         self.sent_to, self.alone, self.started = NO_ENGINE, False, False
+        return crashed_alone
 
     def message(self, epoch: int) -> EngineCoreRequest:
         """Return the request for the engine of an epoch, which continues where the stream ends."""

@@ -23,7 +23,7 @@ from api_server.generation.stream import TokenStream
 from api_server.generation.tracing import RequestTracer, TraceHeaders, trace_headers_of
 from api_server.http.request_log import RequestLog
 from api_server.http.tenants import key_name_of, reader_of, tenant_of
-from api_server.live_view.publisher import LiveViewPublisher
+from api_server.live_view import LiveViewPublisher
 from api_server.metrics.metrics import Metrics
 from api_server.parsers.harmony import Harmony
 from api_server.parsers.reasoning import HARMONY, ReasoningFormat, reasoning_format

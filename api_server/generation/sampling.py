@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from api_server.protocol.common import GenerationRequest
 from api_server.text.tokenizer import ModelTokenizer
-from proto.errors import InvalidRequestError, context_length_error, shown
+from proto.errors import InvalidRequestError, context_length_error, require, shown
 from proto.messages.logit_edits import LOGIT_EDIT_NUMBERS, LogitEdits
 from proto.messages.sampling_params import (
     SAMPLING_NUMBERS,
@@ -172,8 +172,7 @@ async def _bad_words(
     if not words:
         return ()
     bare = [word.lstrip() for word in words]
-    if not all(bare):
-        raise InvalidRequestError("bad_words must hold more than spaces", "bad_words")
+    require(all(bare), "bad_words", "must hold more than spaces")
     texts = [*bare, *(f" {word}" for word in bare)]
     encoded = [ids async for ids in tokenizer.encode(texts, add_special_tokens=False)]
     spellings: list[tuple[int, ...]] = []

@@ -14,8 +14,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from api_server.media.placeholders import GRIDS, TILED, pixels_per_row
-from api_server.media.settings import inner, processor_settings, read_settings
+from api_server.media.placeholders import (
+    GRIDS,
+    TILED,
+    inner,
+    pixels_per_row,
+    processor_settings,
+    read_settings,
+)
 from proto.errors import ModelError, shown
 
 PillowImage = Any

@@ -10,14 +10,16 @@ tokenised. How many image tokens it has follows from the shape of the pixels and
 configuration, so it is what the vision part computes.
 """
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from api_server.media.settings import inner, read_settings
 from proto.errors import ModelError
-from proto.messages.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel, read_model_file
 
 TILED: Final = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 """Architectures that divide an image into tiles."""
@@ -36,16 +38,19 @@ class Expansion(NamedTuple):
     num_embeds: int
 
 
+@dataclass(frozen=True)
 class Placeholders(ABC):
     """How images stand in the prompts of a model.
 
-    placeholder: text that the chat template writes for an image. image_token: text of the token
-    whose embedding is replaced.
+    image_token: text of the token whose embedding is replaced.
     """
 
-    def __init__(self, placeholder: str, image_token: str) -> None:
-        self.placeholder = placeholder
-        self.image_token = image_token
+    image_token: str
+
+    @property
+    def placeholder(self) -> str:
+        """Text that the chat template writes for an image."""
+        return self.image_token
 
     @abstractmethod
     def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
@@ -56,40 +61,44 @@ class Placeholders(ABC):
         """
 
 
+@dataclass(frozen=True)
 class RowPlaceholders(Placeholders):
     """LLaVA: an image token for each row of encoder output.
 
     patch_size: of the tower. num_extra: rows beside those of patches, negative if some are dropped.
     """
 
-    def __init__(self, image_token: str, patch_size: int, num_extra: int) -> None:
-        super().__init__(image_token, image_token)
-        self._patch_size = patch_size
-        self._num_extra = num_extra
+    patch_size: int
+    num_extra: int
 
     def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
         _, _, height, width = shape
-        num_patches = (height // self._patch_size) * (width // self._patch_size)
-        num_embeds = num_patches + self._num_extra
+        num_patches = (height // self.patch_size) * (width // self.patch_size)
+        num_embeds = num_patches + self.num_extra
         return Expansion(self.image_token * num_embeds, num_embeds)
 
 
+@dataclass(frozen=True)
 class GridPlaceholders(Placeholders):
     """Qwen-VL: an image token for each square of patches between markers, as templates write one.
 
     merge: patches of a side of a square.
     """
 
-    def __init__(self, begin: str, image_token: str, end: str, merge: int) -> None:
-        super().__init__(f"{begin}{image_token}{end}", image_token)
-        self._begin, self._end = begin, end
-        self._merge = merge
+    begin: str
+    end: str
+    merge: int
+
+    @property
+    def placeholder(self) -> str:
+        return f"{self.begin}{self.image_token}{self.end}"
 
     def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
-        num_embeds = math.prod(grid) // self._merge**2
-        return Expansion(f"{self._begin}{self.image_token * num_embeds}{self._end}", num_embeds)
+        num_embeds = math.prod(grid) // self.merge**2
+        return Expansion(f"{self.begin}{self.image_token * num_embeds}{self.end}", num_embeds)
 
 
+@dataclass(frozen=True)
 class TilePlaceholders(Placeholders):
     """Idefics 3 and SmolVLM: rows and columns of tiles, then the whole image.
 
@@ -97,21 +106,17 @@ class TilePlaceholders(Placeholders):
     fake_token, global_token: markers around tiles, and before the whole image.
     """
 
-    def __init__(
-        self, image_token: str, pixels_per_row: int, fake_token: str, global_token: str
-    ) -> None:
-        super().__init__(image_token, image_token)
-        self._pixels_per_row = pixels_per_row
-        self._fake_token = fake_token
-        self._global_token = global_token
+    pixels_per_row: int
+    fake_token: str
+    global_token: str
 
     def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
         num_tiles, _, height, width = shape
         rows, columns = grid
-        per_tile = (height // self._pixels_per_row) * (width // self._pixels_per_row)
+        per_tile = (height // self.pixels_per_row) * (width // self.pixels_per_row)
         images = self.image_token * per_tile
-        fake = self._fake_token
-        whole = f"{fake}{self._global_token}{images}{fake}"
+        fake = self.fake_token
+        whole = f"{fake}{self.global_token}{images}{fake}"
         if not rows:
             return Expansion(whole, per_tile)
         lines = [
@@ -121,18 +126,24 @@ class TilePlaceholders(Placeholders):
         return Expansion("\n".join([*lines, "", whole]), per_tile * num_tiles)
 
 
+@dataclass(frozen=True)
 class FramedPlaceholders(Placeholders):
     """Gemma 3: a fixed number of image tokens between markers, in a paragraph of their own."""
 
-    def __init__(self, begin: str, image_token: str, end: str, num_embeds: int) -> None:
-        super().__init__(begin, image_token)
-        text = f"\n\n{begin}{image_token * num_embeds}{end}\n\n"
-        self._expansion = Expansion(text, num_embeds)
+    begin: str
+    end: str
+    num_embeds: int
+
+    @property
+    def placeholder(self) -> str:
+        return self.begin
 
     def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
-        return self._expansion
+        text = f"\n\n{self.begin}{self.image_token * self.num_embeds}{self.end}\n\n"
+        return Expansion(text, self.num_embeds)
 
 
+@dataclass(frozen=True)
 class LinePlaceholders(Placeholders):
     """Pixtral and Mistral 3: lines of image tokens, each with a marker behind it.
 
@@ -140,15 +151,14 @@ class LinePlaceholders(Placeholders):
     markers of lines, and of the last one.
     """
 
-    def __init__(self, image_token: str, pixels_per_row: int, line_end: str, end: str) -> None:
-        super().__init__(image_token, image_token)
-        self._pixels_per_row = pixels_per_row
-        self._line_end, self._end = line_end, end
+    pixels_per_row: int
+    line_end: str
+    end: str
 
     def expand(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> Expansion:
         _, _, height, width = shape
-        lines, columns = height // self._pixels_per_row, width // self._pixels_per_row
-        text = self._line_end.join([self.image_token * columns] * lines) + self._end
+        lines, columns = height // self.pixels_per_row, width // self.pixels_per_row
+        text = self.line_end.join([self.image_token * columns] * lines) + self.end
         return Expansion(text, lines * columns)
 
 
@@ -181,7 +191,7 @@ def read_placeholders(model: PreparedModel, token_text: Callable[[int], str]) ->
         ids = (config.get(f"vision_{name}_token_id") for name in ("start", "end"))
         begin, end = (token_text(each) or "" if type(each) is int else "" for each in ids)
         merge = _positive(vision, "spatial_merge_size", 2)
-        return GridPlaceholders(begin, image_token, end, merge)
+        return GridPlaceholders(image_token, begin, end, merge)
     if architecture in TILED:
         scale, patch = _positive(config, "scale_factor", 2), _positive(vision, "patch_size", 32)
         fake, whole = "<fake_token_around_image>", "<global-img>"
@@ -193,7 +203,7 @@ def read_placeholders(model: PreparedModel, token_text: Callable[[int], str]) ->
         begin = _text(names, "boi_token", "<start_of_image>")
         end = _text(names, "eoi_token", "<end_of_image>")
         num_embeds = _positive(config, "mm_tokens_per_image", 256)
-        return FramedPlaceholders(begin, image_token, end, num_embeds)
+        return FramedPlaceholders(image_token, begin, end, num_embeds)
     raise ModelError(f"images of {architecture} have no known placeholder")
 
 
@@ -219,3 +229,31 @@ def _text(settings: Mapping[str, Any], key: str, default: str) -> str:
     value = settings.get(key, default)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) and value else default
+
+
+def read_settings(folder: str, name: str) -> dict[str, Any]:
+    """Return the object in a file of a folder, empty without the file; raises ModelError."""
+    try:
+        content = json.loads(read_model_file(Path(folder, name)))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{name}: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{name}: an object is needed")
+    return content
+
+
+def processor_settings(folder: str) -> dict[str, Any]:
+    """Return the settings of the image processor in a folder; raises ModelError.
+
+    transformers 5 writes them into processor_config.json.
+    """
+    settings = read_settings(folder, "preprocessor_config.json")
+    return settings or inner(read_settings(folder, "processor_config.json"), "image_processor")
+
+
+def inner(settings: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an object within settings, an empty one if there is none."""
+    value = settings.get(key)
+    return value if isinstance(value, dict) else {}

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from api_server.media.pixel_store import MediaLease, PixelStore, StoredImage, UuidKey
-from api_server.media.placeholders import TILED, Placeholders, read_placeholders
+from api_server.media.placeholders import TILED, Placeholders, processor_settings, read_placeholders
 from api_server.media.processing import MediaProcess, NoSpaceError
-from api_server.media.settings import processor_settings
 from api_server.media.sources import INLINE_CHARACTERS, ImageSources
 from api_server.turns import Turns
 from proto.errors import (

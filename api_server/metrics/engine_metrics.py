@@ -1,142 +1,27 @@
 """What one engine and its requests feed of /metrics; `Metrics` shows it.
 
-`EngineMetrics` lists every counter and histogram of an engine once, with its name and help text.
+engine_metrics.toml lists the metrics of an engine with their help texts.
 
     arrival ── queue ──▶ first step ── prefill ──▶ first token ── decode ──▶ last token
                          └──────────────────── inference ───────────────────┘
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from api_server.metrics.metric_sheet import Counter, Histogram, MetricSheet
 from proto.messages.stats import KVMediumStats, SchedulerStats
 from proto.settings.speculative_config import METHODS
 
-# Bounds as vLLM has them, so that its dashboards show the same quantiles.
-FIRST_TOKEN_SECONDS: Final = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
-    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-INTER_TOKEN_SECONDS: Final = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
-    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-REQUEST_SECONDS: Final = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
-    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-BLOCK_SECONDS: Final = (
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
-    *(10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
-)
-TOOL_SECONDS: Final = (
-    *(0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0),
-)
-LORA_LOAD_SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-AGENT_SESSION_SECONDS: Final = (
-    *(0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0),
-    *(960.0, 1920.0, 3840.0, 7680.0, 15360.0),
-)
-REQUEST_TOKENS: Final = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
-STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-NUM_CHOICES: Final = (1, 2, 5, 10, 20)
-NUM_PREEMPTIONS: Final = (1, 2, 5, 10, 20, 50, 100)
-
-# of vLLM's offloading connector
-COPY_BYTES: Final = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
-LOOKUP_SECONDS: Final = (1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
-LOOKUP_WAIT_SECONDS: Final = (1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
-COPY_SECONDS: Final = (
-    *(1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
-    *(1.0, 2.0, 5.0, 10.0, 30.0),
-)
-
-SHARES: Final = (0.01, 0.02, 0.05, *(tenth / 10 for tenth in range(1, 11)))
-_STEP_COUNTERS: Final = {
-    "num_preemptions": ("vllm:num_preemptions", "Preemptions by the scheduler."),
-    "prefix_cache_queries": ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
-    "external_prefix_cache_queries": (
-        "vllm:external_prefix_cache_queries",
-        "Tokens looked up by the KV connector.",
-    ),
-    "external_prefix_cache_hits": (
-        "vllm:external_prefix_cache_hits",
-        "Tokens found by the KV connector.",
-    ),
-    "estimated_flops": (
-        "vllm:estimated_flops_per_gpu",
-        "Floating-point operations of one worker, by the model's shape.",
-    ),
-    "estimated_read_bytes": (
-        "vllm:estimated_read_bytes_per_gpu",
-        "Bytes of weights and KV that one worker read, by the model's shape.",
-    ),
-    "estimated_write_bytes": (
-        "vllm:estimated_write_bytes_per_gpu",
-        "Bytes of KV that one worker wrote, by the model's shape.",
-    ),
-    "num_corrupted": ("vllm:corrupted_requests", "Requests whose logits were not finite."),
-    "num_drafts": ("vllm:spec_decode_num_drafts", "Drafts that steps verified."),
-    "num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts."),
-    "num_accepted_tokens": (
-        "vllm:spec_decode_num_accepted_tokens",
-        "Those of them that were accepted.",
-    ),
-    "num_invalid_draft_tokens": (
-        "tokend:spec_decode_num_invalid_tokens",
-        "Tokens of drafts that a grammar refused before they were computed.",
-    ),
-    "num_pins_taken": ("tokend:pins_taken", "Turns whose KV was retained for the next turn."),
-    "num_pins_hit": ("tokend:pins_hit", "Retained KV that a later turn of its agent session used."),
-    "num_pins_expired": (
-        "tokend:pins_expired",
-        "Retained KV whose time ran out, or was not worth it.",
-    ),
-    "num_pins_given_up": (
-        "tokend:pins_given_up",
-        "Retained KV of which all or a part was evicted for other requests.",
-    ),
-}
-"""Field of SchedulerStats → name and help text of the counter."""
+TABLES: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""The metrics of an engine; engine_metrics.toml describes each table."""
 REPORTED_DRAFT_POSITIONS: Final = 16
 """Positions of drafts with a counter of their own."""
-_MEDIUM_COUNTERS: Final = {
-    "num_skipped": (
-        "vllm:kv_offload_stores_skipped",
-        "Blocks not stored: stored before, or unlikely to be reused.",
-    ),
-    "num_unstored": (
-        "vllm:kv_offload_allocation_failure",
-        "Blocks not stored because the medium was full.",
-    ),
-    "num_failed": ("tokend:kv_offload_failures", "Loads and stores that failed."),
-}
-"""Field of KVMediumStats → name and help text of the counter."""
-_COPY_METRICS: Final = {
-    "loads": ("load", "loads from a medium"),
-    "stores": ("store", "stores on a medium"),
-}
-"""Field of KVMediumStats → part of the names of its metrics, and what they count."""
-_LOOKUP_HISTOGRAMS: Final = {
-    "lookup_seconds": (
-        "vllm:kv_offload_lookup_sync_delay_seconds",
-        "Time of a lookup of a request on a medium.",
-        LOOKUP_SECONDS,
-    ),
-    "lookup_wait_seconds": (
-        "vllm:kv_offload_lookup_async_delay_seconds",
-        "From the first lookup of a request without an answer to the answer.",
-        LOOKUP_WAIT_SECONDS,
-    ),
-}
-"""Field of KVMediumStats → name, help text and bounds of the histogram."""
 _OUTSIDE: Final = "outside"
 """Source of drafts by proposers of other packages."""
 MEDIA: Final = ("CPU", "disk", "remote", "other")
-_SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
 class Family(NamedTuple):
@@ -157,225 +42,69 @@ class EngineMetrics:
     def __init__(self, sheet: MetricSheet) -> None:
         self._sheet = sheet
         self.families: list[Family] = []
-        self._define_engine_metrics()
-        self._define_request_metrics()
-
-    def _define_engine_metrics(self) -> None:
-        """Metrics that the engine's statistics feed."""
-        self._step_counters = {
-            field: self._counter(name, text) for field, (name, text) in _STEP_COUNTERS.items()
+        self._counters = {
+            name: self._counter(name, text) for name, text in TABLES["counters"].items()
         }
-        self._accepted_per_pos = self._counters(
+        self._by_label = {
+            name: self._labelled_counters(name, **entry)
+            for name, entry in TABLES["counters_of_label"].items()
+        }
+        self._histograms = {
+            name: self._histogram(name, text, group["bounds"])
+            for group in TABLES["histograms"].values()
+            for name, text in group["texts"].items()
+        }
+        # fed by the engine's statistics
+        self._step_counters = {
+            field: self._counter(*entry) for field, entry in TABLES["step_counters"].items()
+        }
+        self._accepted_per_pos = self._labelled_counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens of drafts, by position in the draft.",
             "position",
             tuple(map(str, range(REPORTED_DRAFT_POSITIONS))),
         )
-        self._drafted_by_source = self._counters(
+        self._drafted_by_source = self._labelled_counters(
             "tokend:spec_decode_num_draft_tokens_by_source",
             "Verified tokens of drafts, by the method that drafted them.",
             "source",
             (*METHODS, _OUTSIDE),
         )
-        self._accepted_by_source = self._counters(
+        self._accepted_by_source = self._labelled_counters(
             "tokend:spec_decode_num_accepted_tokens_by_source",
             "Those of them that were accepted.",
             "source",
             (*METHODS, _OUTSIDE),
         )
-        self._lora_evictions = self._counter(
-            "tokend:lora_evictions", "Adapters evicted from the workers' memory for others."
-        )
-        self._lora_load_seconds = self._histogram(
-            "tokend:lora_load_seconds", "Load of an adapter in all workers.", LORA_LOAD_SECONDS
-        )
-        self._encoder_queries = self._counter(
-            "tokend:encoder_cache_queries", "Images whose encoder output requests needed."
-        )
-        self._encoder_hits = self._counter(
-            "tokend:encoder_cache_hits",
-            "Images whose encoder output was there already, from another request.",
-        )
-        self._encoder_rows = self._counter(
-            "tokend:encoder_rows", "Rows of encoder output of images that were computed."
-        )
-        self._encoder_seconds = self._counter(
-            "tokend:encoder_seconds", "Seconds of steps in which images were encoded."
-        )
         self._medium_counters = {
-            field: self._counters(name, text, "medium", MEDIA)
-            for field, (name, text) in _MEDIUM_COUNTERS.items()
-        }
-        self._copies = {
-            field: _CopyMetrics(
-                num_bytes=self._counters(
-                    f"vllm:kv_offload_{part}_bytes", f"Bytes of {what}.", "medium", MEDIA
-                ),
-                seconds=self._counters(
-                    f"vllm:kv_offload_{part}_time", f"Seconds of {what}.", "medium", MEDIA
-                ),
-                sizes=self._histograms(
-                    f"vllm:kv_offload_{part}_size", f"Bytes of each of the {what}.", COPY_BYTES
-                ),
-                durations=self._histograms(
-                    f"tokend:kv_offload_{part}_seconds",
-                    f"Seconds of each of the {what}.",
-                    COPY_SECONDS,
-                ),
-            )
-            for field, (part, what) in _COPY_METRICS.items()
+            field: self._labelled_counters(name, text, "medium", MEDIA)
+            for field, (name, text) in TABLES["medium_counters"].items()
         }
         self._lookups = {
-            field: self._histograms(name, text, bounds)
-            for field, (name, text, bounds) in _LOOKUP_HISTOGRAMS.items()
+            field: self._medium_histograms(**entry)
+            for field, entry in TABLES["lookup_histograms"].items()
         }
-        self._step_tokens = self._histogram(
-            "vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS
-        )
-        self._flops_share = self._histogram(
-            "tokend:step_flops_utilization",
-            "Share of --peak-tflops that a step reached.",
-            SHARES,
-        )
-        self._bandwidth_share = self._histogram(
-            "tokend:step_bandwidth_utilization",
-            "Share of --peak-memory-gbps that a step reached.",
-            SHARES,
-        )
-        self._block_lifetime = self._histogram(
-            "vllm:kv_block_lifetime_seconds",
-            "From the write of a KV block to its overwrite.",
-            BLOCK_SECONDS,
-        )
-        self._block_idle = self._histogram(
-            "vllm:kv_block_idle_before_evict_seconds",
-            "From the last use of a KV block to its overwrite.",
-            BLOCK_SECONDS,
-        )
-        self._block_reuse_gap = self._histogram(
-            "vllm:kv_block_reuse_gap_seconds", "Between two uses of a KV block.", BLOCK_SECONDS
-        )
-        self._preemptions = self._histogram(
-            "vllm:request_num_preemptions", "Preemptions of a choice.", NUM_PREEMPTIONS
-        )
-        self._preempted_seconds = self._histogram(
-            "tokend:preempted_seconds",
-            "From a preemption of a choice until it was scheduled again.",
-            REQUEST_SECONDS,
-        )
-        self._agent_session_seconds = self._histogram(
-            "tokend:job_completion_seconds",
-            "From the first arrival of an agent session to the end of its last step.",
-            AGENT_SESSION_SECONDS,
-        )
-        self._tool_seconds = self._histogram(
-            "tokend:tool_duration_seconds",
-            "From the end of a turn to the next arrival of its agent session.",
-            TOOL_SECONDS,
-        )
+        self._copies = {
+            field: self._copy_metrics(part, what)
+            for field, (part, what) in TABLES["copies"].items()
+        }
 
-    def _define_request_metrics(self) -> None:
-        """Metrics that the streams of requests feed."""
-        self._rejections = self._counters(
-            "vllm:admission_rejections",
-            "Requests refused by a queue limit, or while too many wait for an engine.",
-            "reason",
-            ("max_num_queued_reqs", "max_num_queued_tokens", "restart"),
-        )
-        self._cut_short = self._counters(
-            "tokend:requests_cut_short",
-            "Requests ended before they finished.",
-            "cause",
-            ("disconnect", "slow_reader", "queue_timeout", "timeout", "operator", "cancel"),
-        )
-        self._finished_choices = self._counters(
-            "vllm:request_success",
-            "Choices finished.",
-            "finished_reason",
-            ("stop", "length", "repetition", "abort", "error"),
-        )
-        self._tool_parses = self._counters(
-            "vllm:tool_call_parser_invocations",
-            "Finished choices of requests with tools.",
-            "outcome",
-            ("tool_call", "no_tool_call"),
-        )
-        self._discarded = self._counters(
-            "tokend:discarded_tokens",
-            "Sampled tokens that no client received.",
-            "cause",
-            ("late", "after_stop", "repeated"),
-        )
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens accepted.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self._cached_tokens = self._counter(
-            "vllm:prompt_tokens_cached", "Prompt tokens whose KV was cached."
-        )
-        self._cached_by_source = self._counters(
-            "vllm:prompt_tokens_cached_by_source",
-            "Prompt tokens whose KV was cached: in the pool, or by a connector.",
-            "source",
-            ("device", "external"),
-        )
-        self._tokens_by_source = self._counters(
-            "vllm:prompt_tokens_by_source",
-            "Prompt tokens by where their KV came from.",
-            "source",
-            _SOURCES,
-        )
-        self._first_token = self._histogram(
-            "vllm:time_to_first_token_seconds",
-            "From arrival to the first token.",
-            FIRST_TOKEN_SECONDS,
-        )
-        self._inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two outputs.", INTER_TOKEN_SECONDS
-        )
-        self._latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS
-        )
-        self._queue_seconds = self._histogram(
-            "vllm:request_queue_time_seconds", "From arrival to the first step.", REQUEST_SECONDS
-        )
-        self._prefill_seconds = self._histogram(
-            "vllm:request_prefill_time_seconds",
-            "From the first step to the first token.",
-            REQUEST_SECONDS,
-        )
-        self._decode_seconds = self._histogram(
-            "vllm:request_decode_time_seconds",
-            "From the first token to the last token.",
-            REQUEST_SECONDS,
-        )
-        self._inference_seconds = self._histogram(
-            "vllm:request_inference_time_seconds",
-            "From the first step to the last token.",
-            REQUEST_SECONDS,
-        )
-        self._seconds_per_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean time between the tokens of a request.",
-            INTER_TOKEN_SECONDS,
-        )
-        self._prompt_lengths = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a request.", REQUEST_TOKENS
-        )
-        self._generation_lengths = self._histogram(
-            "vllm:request_generation_tokens", "Tokens of a choice.", REQUEST_TOKENS
-        )
-        self._longest_choices = self._histogram(
-            "vllm:request_max_num_generation_tokens",
-            "Tokens of a request's longest choice.",
-            REQUEST_TOKENS,
-        )
-        self._max_tokens = self._histogram(
-            "vllm:request_params_max_tokens", "max_tokens of a request.", REQUEST_TOKENS
-        )
-        self._n = self._histogram("vllm:request_params_n", "Choices of a request.", NUM_CHOICES)
-        self._computed_tokens = self._histogram(
-            "vllm:request_prefill_kv_computed_tokens",
-            "Prompt tokens of a request that were computed.",
-            REQUEST_TOKENS,
+    def _copy_metrics(self, part: str, what: str) -> "_CopyMetrics":
+        """Define the metrics of one direction. part: of their names. what: they count."""
+        name, bounds = f"vllm:kv_offload_{part}", TABLES["copy_bounds"]
+        return _CopyMetrics(
+            num_bytes=self._labelled_counters(
+                f"{name}_bytes", f"Bytes of {what}.", "medium", MEDIA
+            ),
+            seconds=self._labelled_counters(f"{name}_time", f"Seconds of {what}.", "medium", MEDIA),
+            sizes=self._medium_histograms(
+                f"{name}_size", f"Bytes of each of the {what}.", bounds["sizes"]
+            ),
+            durations=self._medium_histograms(
+                f"tokend:kv_offload_{part}_seconds",
+                f"Seconds of each of the {what}.",
+                bounds["seconds"],
+            ),
         )
 
     # What happened. Each method belongs to one event.
@@ -392,47 +121,42 @@ class EngineMetrics:
             self._accepted_by_source[_known_source(source)].increment(number)
         for medium_stats in stats.kv_media:
             self._record_medium_stats(medium_stats)
-        self._discarded["late"].increment(stats.num_discarded_tokens)
+        self._by_label["tokend:discarded_tokens"]["late"].increment(stats.num_discarded_tokens)
         if stats.num_scheduled_tokens:
-            self._step_tokens.observe(stats.num_scheduled_tokens)
-        for share in stats.flops_shares:
-            self._flops_share.observe(share)
-        for share in stats.bandwidth_shares:
-            self._bandwidth_share.observe(share)
+            self._histograms["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
+        for field, name in TABLES["step_histograms"].items():
+            for value in getattr(stats, field):
+                self._histograms[name].observe(value)
         for eviction in stats.kv_evictions:
-            self._block_lifetime.observe(eviction.lifetime)
-            self._block_idle.observe(eviction.idle)
+            self._histograms["vllm:kv_block_lifetime_seconds"].observe(eviction.lifetime)
+            self._histograms["vllm:kv_block_idle_before_evict_seconds"].observe(eviction.idle)
             for gap in eviction.reuse_gaps:
-                self._block_reuse_gap.observe(gap)
-        for seconds in stats.agent_session_seconds:
-            self._agent_session_seconds.observe(seconds)
-        for seconds in stats.tool_seconds:
-            self._tool_seconds.observe(seconds)
+                self._histograms["vllm:kv_block_reuse_gap_seconds"].observe(gap)
         if stats.lora is not None:
-            self._lora_evictions.increment(stats.lora.num_evicted)
+            self._counters["tokend:lora_evictions"].increment(stats.lora.num_evicted)
             for seconds in stats.lora.load_seconds:
-                self._lora_load_seconds.observe(seconds)
+                self._histograms["tokend:lora_load_seconds"].observe(seconds)
         if stats.encoder is not None:
-            self._encoder_queries.increment(stats.encoder.num_queries)
-            self._encoder_hits.increment(stats.encoder.num_hits)
-            self._encoder_rows.increment(stats.encoder.num_rows)
-            self._encoder_seconds.increment(stats.encoder.seconds)
+            self._counters["tokend:encoder_cache_queries"].increment(stats.encoder.num_queries)
+            self._counters["tokend:encoder_cache_hits"].increment(stats.encoder.num_hits)
+            self._counters["tokend:encoder_rows"].increment(stats.encoder.num_rows)
+            self._counters["tokend:encoder_seconds"].increment(stats.encoder.seconds)
 
     def count_discarded_tokens(self, cause: str, num_tokens: int) -> None:
         """Count tokens that are not sent: "after_stop" (a stop string) or "repeated"."""
-        self._discarded[cause].increment(num_tokens)
+        self._by_label["tokend:discarded_tokens"][cause].increment(num_tokens)
 
     def count_rejection(self, limit: str) -> None:
-        self._rejections[limit].increment()
+        self._by_label["vllm:admission_rejections"][limit].increment()
 
     def count_cut_short(self, cause: str) -> None:
         """Count a request that its client, an operator or a time limit ended."""
-        self._cut_short[cause].increment()
+        self._by_label["tokend:requests_cut_short"][cause].increment()
 
     def record_prompt(self, num_tokens: int) -> None:
         """Record a request that the engine has accepted."""
-        self._prompt_tokens.increment(num_tokens)
-        self._prompt_lengths.observe(num_tokens)
+        self._counters["vllm:prompt_tokens"].increment(num_tokens)
+        self._histograms["vllm:request_prompt_tokens"].observe(num_tokens)
 
     def record_first_step(
         self, queue_seconds: float, num_tokens: int, num_cached: int, num_external: int
@@ -445,44 +169,47 @@ class EngineMetrics:
         num_external = min(num_external, num_cached)
         num_local = num_cached - num_external
         num_computed = num_tokens - num_cached
-        self._queue_seconds.observe(queue_seconds)
-        self._cached_tokens.increment(num_cached)
-        self._cached_by_source["device"].increment(num_local)
-        self._cached_by_source["external"].increment(num_external)
+        self._histograms["vllm:request_queue_time_seconds"].observe(queue_seconds)
+        self._counters["vllm:prompt_tokens_cached"].increment(num_cached)
+        cached = self._by_label["vllm:prompt_tokens_cached_by_source"]
+        cached["device"].increment(num_local)
+        cached["external"].increment(num_external)
         counts = (num_computed, num_local, num_external)
-        for source, number in zip(_SOURCES, counts, strict=True):
-            self._tokens_by_source[source].increment(number)
-        self._computed_tokens.observe(num_computed)
+        by_source = self._by_label["vllm:prompt_tokens_by_source"].values()
+        for counter, number in zip(by_source, counts, strict=True):
+            counter.increment(number)
+        self._histograms["vllm:request_prefill_kv_computed_tokens"].observe(num_computed)
 
     def record_first_tokens(self, seconds: float, num_tokens: int) -> None:
         """Record a choice's first output, `seconds` after the arrival of its request."""
-        self._first_token.observe(seconds)
-        self._generation_tokens.increment(num_tokens)
+        self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
+        self._counters["vllm:generation_tokens"].increment(num_tokens)
 
     def record_next_tokens(self, seconds: float, num_tokens: int) -> None:
         """Record a choice's output, `seconds` after the one before."""
-        self._inter_token.observe(seconds)
-        self._generation_tokens.increment(num_tokens)
+        self._histograms["vllm:inter_token_latency_seconds"].observe(seconds)
+        self._counters["vllm:generation_tokens"].increment(num_tokens)
 
     def count_finished_choice(self, reason: str, num_tokens: int) -> None:
         """Count a choice by finish reason: stop, length, repetition, abort or error."""
-        self._finished_choices[reason].increment()
-        self._generation_lengths.observe(num_tokens)
+        self._by_label["vllm:request_success"][reason].increment()
+        self._histograms["vllm:request_generation_tokens"].observe(num_tokens)
 
     def record_preemptions(self, seconds: Sequence[float]) -> None:
         """Record the preemptions of a choice that has ended, each by its duration."""
-        self._preemptions.observe(len(seconds))
+        self._histograms["vllm:request_num_preemptions"].observe(len(seconds))
         for each in seconds:
-            self._preempted_seconds.observe(each)
+            self._histograms["tokend:preempted_seconds"].observe(each)
 
     def count_tool_parse(self, has_calls: bool) -> None:
-        self._tool_parses["tool_call" if has_calls else "no_tool_call"].increment()
+        outcome = "tool_call" if has_calls else "no_tool_call"
+        self._by_label["vllm:tool_call_parser_invocations"][outcome].increment()
 
     def record_finished_request(self, seconds: float, n: int, max_tokens: int) -> None:
         """Record a request whose choices all finished, `seconds` after its arrival."""
-        self._latency.observe(seconds)
-        self._n.observe(n)
-        self._max_tokens.observe(max_tokens)
+        self._histograms["vllm:e2e_request_latency_seconds"].observe(seconds)
+        self._histograms["vllm:request_params_n"].observe(n)
+        self._histograms["vllm:request_params_max_tokens"].observe(max_tokens)
 
     def record_phases(
         self, scheduled: float, first_token: float, last_token: float, lengths: Sequence[int]
@@ -491,13 +218,14 @@ class EngineMetrics:
 
         lengths: tokens of each choice.
         """
-        self._prefill_seconds.observe(first_token - scheduled)
-        self._decode_seconds.observe(last_token - first_token)
-        self._inference_seconds.observe(last_token - scheduled)
+        self._histograms["vllm:request_prefill_time_seconds"].observe(first_token - scheduled)
+        self._histograms["vllm:request_decode_time_seconds"].observe(last_token - first_token)
+        self._histograms["vllm:request_inference_time_seconds"].observe(last_token - scheduled)
         longest = max(lengths)
-        self._longest_choices.observe(longest)
+        self._histograms["vllm:request_max_num_generation_tokens"].observe(longest)
         if longest > 1:
-            self._seconds_per_token.observe((last_token - first_token) / (longest - 1))
+            seconds = (last_token - first_token) / (longest - 1)
+            self._histograms["vllm:request_time_per_output_token_seconds"].observe(seconds)
 
     def _record_medium_stats(self, stats: KVMediumStats) -> None:
         medium = known_medium(stats.medium)
@@ -524,9 +252,9 @@ class EngineMetrics:
         )
 
     def _counter(self, name: str, text: str) -> Counter:
-        return self._counters(name, text, "", ("",))[""]
+        return self._labelled_counters(name, text, "", ("",))[""]
 
-    def _counters(
+    def _labelled_counters(
         self, name: str, text: str, label: str, values: Sequence[str]
     ) -> dict[str, Counter]:
         """Define a counter for each value of a label."""
@@ -539,7 +267,9 @@ class EngineMetrics:
         self.families.append(Family(name, text, "", {"": histogram}))
         return histogram
 
-    def _histograms(self, name: str, text: str, bounds: Sequence[float]) -> dict[str, Histogram]:
+    def _medium_histograms(
+        self, name: str, text: str, bounds: Sequence[float]
+    ) -> dict[str, Histogram]:
         """Define a histogram for each medium."""
         histograms = {medium: Histogram(self._sheet, bounds) for medium in MEDIA}
         self.families.append(Family(name, text, "medium", histograms))

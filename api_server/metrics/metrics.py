@@ -1,8 +1,8 @@
 """What /metrics shows, under the names that vLLM's dashboards query.
 
-Counters and histograms of an engine are listed in `EngineMetrics`; gauges where they are collected.
-The numbers lie in the `MetricSheet`, so each front end shows the values of all. An observation
-costs a bisection and takes no lock; the text is made on request.
+Counters, histograms and gauges of an engine are listed in engine_metrics.toml; other metrics where
+they are collected. The numbers lie in the `MetricSheet`, so each front end shows the values of all.
+An observation costs a bisection and takes no lock; the text is made on request.
 
 Metrics that vLLM has, too, have a label `engine`, the index of the engine; others are of all
 engines together.
@@ -29,7 +29,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
-from api_server.metrics.engine_metrics import MEDIA, EngineMetrics, known_medium
+from api_server.metrics.engine_metrics import MEDIA, TABLES, EngineMetrics, known_medium
 from api_server.metrics.http_metrics import HttpMetrics
 from api_server.metrics.metric_sheet import (
     BroadcastCounter,
@@ -41,36 +41,13 @@ from api_server.metrics.metric_sheet import (
     MetricSheet,
 )
 from proto.messages.kv_events import DEVICE_MEDIUM
-from proto.messages.lifecycle import EngineReady, Role, process_title
+from proto.messages.lifecycle import EngineReady, HealthStatus, Role, process_title
 from proto.messages.lora import AdapterUsage
 from proto.messages.stats import SchedulerStats
 
+_JOINS: Final[Mapping[str, Callable[[list[float]], float]]] = {"sum": sum, "max": max}
 _ENGINE_GAUGES: Final[Mapping[str, tuple[str, str, Callable[[list[float]], float]]]] = {
-    "num_running": ("vllm:num_requests_running", "Requests in execution batches.", sum),
-    "num_waiting": ("vllm:num_requests_waiting", "Requests waiting to run.", sum),
-    "kv_cache_usage": ("vllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1.", max),
-    "cpu_offload_usage": (
-        "vllm:kv_offload_cpu_cache_usage_perc",
-        "Used share of the host memory for KV, 0 to 1.",
-        max,
-    ),
-    "encoder_cache_usage": (
-        "tokend:encoder_cache_usage",
-        "Used share of the rows of encoder output of images, 0 to 1.",
-        max,
-    ),
-    "num_queued_reqs": ("tokend:queued_reqs", "Choices that wait for their first step.", sum),
-    "num_queued_tokens": ("tokend:queued_tokens", "Prompt tokens of these choices.", sum),
-    "num_pinned_blocks": (
-        "tokend:pinned_blocks",
-        "KV blocks retained for agent sessions between turns.",
-        sum,
-    ),
-    "num_pinned_agent_sessions": (
-        "tokend:pinned_jobs",
-        "Agent sessions whose KV blocks are retained.",
-        sum,
-    ),
+    field: (name, text, _JOINS[join]) for field, (name, text, join) in TABLES["gauges"].items()
 }
 """Field of SchedulerStats → name and help text of the gauge, and what joins those of engines.
 
@@ -81,6 +58,8 @@ _TIER_GAUGES: Final = {
     "num_blocks": ("tokend:kv_blocks", "Blocks for KV on a medium."),
     "num_free": ("tokend:kv_free_blocks", "Those of them that are not in use."),
 }
+
+_NO_STATUS: Final = HealthStatus()
 
 
 class Metrics(Collector):
@@ -108,6 +87,7 @@ class Metrics(Collector):
         self._properties: dict[int, EngineReady] = {}
         self._ready = True
         self._missing_engines: Collection[int] = ()
+        self._status = _NO_STATUS
         self._engine_gauges = EngineGauges(
             sheet,
             (
@@ -142,12 +122,18 @@ class Metrics(Collector):
         self._registry.register(http_metrics)
         return http_metrics
 
-    def render(self, *, ready: bool = True, missing_engines: Collection[int] = ()) -> bytes:
+    def render(
+        self,
+        *,
+        ready: bool = True,
+        missing_engines: Collection[int] = (),
+        status: HealthStatus = _NO_STATUS,
+    ) -> bytes:
         """Return all metrics in Prometheus' text format 0.0.4.
 
-        ready, missing_engines: see `/health/ready`.
+        ready, missing_engines: see `/health/ready`. status: the last one of the supervisor.
         """
-        self._ready, self._missing_engines = ready, missing_engines
+        self._ready, self._missing_engines, self._status = ready, missing_engines, status
         return generate_latest(self._registry)
 
     # What happened. Each method belongs to one event.
@@ -275,40 +261,33 @@ class Metrics(Collector):
                 waiting.add_metric(self._values(index, "reason", reason), number)
         yield waiting
         for field, (name, text) in _TIER_GAUGES.items():
-            tiers = GaugeMetricFamily(name, text, labels=("medium",))
-            for medium in _TIER_MEDIA:
-                if any(values.gauges[f"num_blocks {medium}"] for values in latest):
-                    number = sum(values.gauges[f"{field} {medium}"] for values in latest)
-                    tiers.add_metric((medium,), number)
-            yield tiers
+            by_medium = {
+                medium: sum(values.gauges[f"{field} {medium}"] for values in latest)
+                for medium in _TIER_MEDIA
+                if any(values.gauges[f"num_blocks {medium}"] for values in latest)
+            }
+            yield _gauge_by("medium", name, text, by_medium)
 
     def _collect_engine_info(self) -> Iterator[Metric]:
         """Readiness; queue limits, weights and KV pool of the current engines."""
         engines = self._properties
         yield self._gauge("tokend:ready", "Whether /health/ready is true: 1 or 0.", [self._ready])
-        takes_requests = GaugeMetricFamily(
-            "tokend:engine_ready", "Whether an engine takes requests: 1 or 0.", labels=("engine",)
+        yield _gauge_by(
+            "engine",
+            "tokend:engine_ready",
+            "Whether an engine takes requests: 1 or 0.",
+            {str(index): index not in self._missing_engines for index in range(len(self.engines))},
         )
-        for index in range(len(self.engines)):
-            takes_requests.add_metric((str(index),), index not in self._missing_engines)
-        yield takes_requests
-        limits = [engine.max_num_queued_reqs for engine in engines.values()]
-        yield self._gauge(
-            "tokend:max_num_queued_reqs",
-            "Limit of queued_reqs; 0: none.",
-            [sum(limits) if all(limits) else 0],
+        yield _gauge_by(
+            "role",
+            "tokend:standby_processes",
+            "Standby processes that are ready to replace one that dies.",
+            {"engine": self._status.standby_engines, "worker": self._status.standby_workers},
         )
-        limits = [engine.max_num_queued_tokens for engine in engines.values()]
-        yield self._gauge(
-            "tokend:max_num_queued_tokens",
-            "Limit of queued_tokens; 0: none.",
-            [sum(limits) if all(limits) else 0],
-        )
-        weights = GaugeMetricFamily(
-            "tokend:weights_bytes",
-            "Memory of the weight matrices; of those that engines share, once.",
-            labels=("form",),
-        )
+        for what in ("queued_reqs", "queued_tokens"):
+            limits = [getattr(engine, f"max_num_{what}") for engine in engines.values()]
+            limit = sum(limits) if all(limits) else 0
+            yield self._gauge(f"tokend:max_num_{what}", f"Limit of {what}; 0: none.", [limit])
         num_bytes: collections.Counter[str] = collections.Counter()
         shared: collections.Counter[str] = collections.Counter()
         for engine in engines.values():
@@ -317,9 +296,12 @@ class Metrics(Collector):
                     shared[memory.form] = max(shared[memory.form], memory.num_bytes)
                 else:
                     num_bytes[memory.form] += memory.num_bytes
-        for form, number in (num_bytes + shared).items():
-            weights.add_metric((form,), number)
-        yield weights
+        yield _gauge_by(
+            "form",
+            "tokend:weights_bytes",
+            "Memory of the weight matrices; of those that engines share, once.",
+            num_bytes + shared,
+        )
         if engines:
             info = GaugeMetricFamily(
                 "vllm:cache_config_info",
@@ -353,17 +335,15 @@ class Metrics(Collector):
             "Adapters in the workers' memory.",
             [sum(usage.num_resident for usage in usages)],
         )
-        corrupted = GaugeMetricFamily(
-            "tokend:lora_corrupted_requests",
-            "Requests of an adapter whose logits were not finite, since it was loaded.",
-            labels=("adapter",),
-        )
         num_corrupted: collections.Counter[str] = collections.Counter()
         for usage in usages:
             num_corrupted.update(usage.num_corrupted)
-        for name, number in num_corrupted.items():
-            corrupted.add_metric((name,), number)
-        yield corrupted
+        yield _gauge_by(
+            "adapter",
+            "tokend:lora_corrupted_requests",
+            "Requests of an adapter whose logits were not finite, since it was loaded.",
+            num_corrupted,
+        )
 
     def _gauge(
         self,
@@ -380,6 +360,14 @@ class Metrics(Collector):
         for index, value in enumerate(values):
             family.add_metric(self._values(index, "", ""), value)
         return family
+
+
+def _gauge_by(label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
+    """Return a gauge with a value for each value of a label."""
+    family = GaugeMetricFamily(name, text, labels=(label,))
+    for value, number in values.items():
+        family.add_metric((value,), number)
+    return family
 
 
 def _values_of(members: Sequence[Counter | Histogram]) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ from api_server.protocol.tools import FunctionTool
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.harmony import HarmonyEncoding
 from api_server.text.tokenizer import ModelTokenizer
-from proto.errors import InvalidRequestError, ModelError
+from proto.errors import InvalidRequestError, ModelError, require
 from proto.messages.grammar import GrammarSource, decoded
 
 MARK: Final = "\ufdd0"
@@ -377,10 +377,7 @@ class Harmony:
         budget = 0 if effort == "none" else request.thinking_token_budget
         has_strict = any(tool.strict for tool in tools)
         if request.continue_final_message:
-            if request.must_call:
-                raise InvalidRequestError(
-                    "tool_choice does not go with continue_final_message", "tool_choice"
-                )
+            require(not request.must_call, "tool_choice", "does not go with continue_final_message")
             return text_grammar
         if text_grammar is None and budget is None and not request.must_call and not has_strict:
             return None

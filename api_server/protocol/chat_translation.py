@@ -5,9 +5,21 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.common import REQUEST_NUMBERS
 from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
 from proto.errors import InvalidRequestError, RequestError
 
+PASSED: Final = frozenset(
+    {
+        *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed"),
+        *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
+        *("stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "bad_words"),
+        *(REQUEST_NUMBERS.keys() - {"temperature", "top_p"}),
+        *("chat_template_kwargs", "truncate_prompt_tokens", "truncation_side"),
+        *("skip_reading_prefix_cache", "data_parallel_rank"),
+    }
+)
+"""Fields of a chat completion that the other APIs lack and that this server accepts there too."""
 _MESSAGE: Final = re.compile(r"\bmessages\[(\d{1,6})\](\.content\[(\d{1,6})\](?:\.image_url)?)?")
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?(\.parameters)?")
 """Paths of a message or of a part of its content, and of a function in a chat completion."""

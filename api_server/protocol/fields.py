@@ -5,8 +5,10 @@ effect. A field that no API defines is ignored and named in a header of the resp
 """
 
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
 from pydantic import (
@@ -94,160 +96,42 @@ class IgnoredFields:
         return [(IGNORED_HEADER, str(self).encode())] if self._names else []
 
 
-# Fields that OpenAI, Anthropic and vLLM define.
+# Fields that OpenAI, Anthropic and vLLM define: foreign_fields.toml.
 
 
 Neutral = dict[str, tuple[Any, ...]]
 """Field → values beside null that have no effect."""
 
-HARMLESS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-"""Labels and hints, accepted without effect: they cannot change an answer."""
-
-OPENAI: Final = frozenset(
-    {
-        *("audio", "background", "best_of", "conversation", "function_call", "functions"),
-        *("include", "input", "instructions", "max_output_tokens", "max_tool_calls", "modalities"),
-        *("moderation", "parallel_tool_calls", "prediction", "previous_response_id"),
-        *("prompt_cache_retention", "reasoning", "reasoning_effort", "service_tier", "store"),
-        *("suffix", "text", "tool_choice", "tools", "truncation", "verbosity"),
-        *("web_search_options",),
-    }
+_TABLES: Final = tomllib.loads(
+    Path(__file__).with_name("foreign_fields.toml").read_text(encoding="utf-8")
 )
-"""Fields of OpenAI's completions, chat completions and responses."""
-
-_SUCCESSORS: Final = {
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "repeat_penalty": "repetition_penalty, which counts all tokens",
-}
-"""Fields of other APIs → those to use in their place."""
-
-ANTHROPIC: Final = frozenset(
-    {
-        *("anthropic_beta", "anthropic_version", "cache_control", "container"),
-        *("context_management", "max_tokens_to_sample", "mcp_servers", "output_config"),
-        *("output_format", "stop_sequences", "system", "thinking"),
-    }
-)
-"""Fields of Anthropic's messages."""
-
-VLLM: Final = frozenset(
-    {
-        *("data_parallel_rank", "documents", "ec_transfer_params", "flat_logprobs"),
-        *("guided_decoding_backend", "guided_whitespace_pattern", "include_reasoning"),
-        *("kv_transfer_params", "logits_processors", "media_io_kwargs", "mm_processor_kwargs"),
-        *("output_kind", "structural_tag", "thinking_token_budget", "vllm_xargs"),
-    }
-)
-"""Fields of vLLM's completions and chat completions."""
-
-ENDPOINTS: Final = frozenset(
-    {
-        *("add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs"),
-        *("continue_final_message", "echo", "max_completion_tokens", "messages", "prompt"),
-        *("top_logprobs",),
-    }
-)
-"""Fields of either completions or chat completions."""
-
+HARMLESS: Final = frozenset(_TABLES["harmless"])
+OPENAI: Final = frozenset(_TABLES["openai"])
+ANTHROPIC: Final = frozenset(_TABLES["anthropic"])
+VLLM: Final = frozenset(_TABLES["vllm"])
+ENDPOINTS: Final = frozenset(_TABLES["endpoints"])
 KNOWN: Final = OPENAI | ANTHROPIC | VLLM | ENDPOINTS
+RESPONSES_HINTS: Final = frozenset(_TABLES["responses_hints"])
+MESSAGES_HINTS: Final = frozenset(_TABLES["messages_hints"])
 
-SGLANG_NEUTRAL: Final[Neutral] = {
-    "no_stop_trim": (False,),
-    "return_hidden_states": (False,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-}
-"""Fields of SGLang's chats. vllm-router adds them, with these values, to each chat."""
 
-NEUTRAL: Final[Neutral] = {
-    **SGLANG_NEUTRAL,
-    "best_of": (1,),
-    "include_reasoning": (True,),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "text": ({}, {"format": {"type": "text"}}),
-    "truncation": ("disabled",),
-    "vllm_xargs": ({},),
-}
-"""For both completions and chat completions."""
+def _neutral(*names: str) -> Neutral:
+    """Return the fields of several tables."""
+    tables = [_TABLES["neutral"][name] for name in names]
+    return {field: tuple(values) for table in tables for field, values in table.items()}
 
-COMPLETION_NEUTRAL: Final[Neutral] = {**NEUTRAL, "parallel_tool_calls": (True,)}
 
-CHAT_NEUTRAL: Final[Neutral] = {
-    **NEUTRAL,
-    "verbosity": ("medium",),
-    "add_special_tokens": (False,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-}
-
-LLAMA_CPP_NEUTRAL: Final[Neutral] = {
-    "adaptive_target": (-1, -1.0),
-    "dry_multiplier": (0, 0.0),
-    "dynatemp_range": (0, 0.0),
-    "grammar_lazy": (False,),
-    "min_keep": (0,),
-    "mirostat": (0,),
-    "n_cmpl": (1,),
-    "post_sampling_probs": (False,),
-    "repeat_penalty": (1, 1.0),
-    "return_progress": (False,),
-    "timings_per_token": (False,),
-    "top_n_sigma": (-1, -1.0),
-    "typical_p": (1, 1.0),
-    "xtc_probability": (0, 0.0),
-}
-"""Fields of llama.cpp's completions that change an answer and that no request here has."""
-
-RESPONSES_NEUTRAL: Final[Neutral] = {
-    "context_management": ([],),
-    "service_tier": ("auto", "default"),
-}
-
-RESPONSES_HINTS: Final = frozenset({"prompt_cache_options", "prompt_cache_retention"})
-"""Fields of /v1/responses about OpenAI's cache."""
-
-REASONING_NEUTRAL: Final[Neutral] = {"context": ("auto",), "mode": ("standard",)}
-
-STREAM_OPTIONS_NEUTRAL: Final[Neutral] = {"include_obfuscation": (False,)}
-
-MESSAGES_NEUTRAL: Final[Neutral] = {
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-}
-"""For Anthropic's messages."""
-
-MESSAGES_HINTS: Final = frozenset(
-    {
-        *("anthropic_beta", "anthropic_version", "betas", "context_management", "diagnostics"),
-        *("fallbacks", "inference_geo", "user_profile_id"),
-    }
-)
-"""Fields of Anthropic's messages that change no answer, or only the length of a conversation."""
-
-MESSAGE_NEUTRAL: Final[Neutral] = {
-    "annotations": ([],),
-    "audio": (),
-    "cache_control": (),
-    "function_call": (),
-    "refusal": (),
-}
-
-PART_NEUTRAL: Final[Neutral] = {"cache_control": (), "prompt_cache_breakpoint": ()}
-
-STRUCTURED_NEUTRAL: Final[Neutral] = {
-    "disable_additional_properties": (False,),
-    "disable_fallback": (False, True),
-    "structural_tag": (),
-    "whitespace_pattern": (),
-}
+SGLANG_NEUTRAL: Final = _neutral("sglang")
+COMPLETION_NEUTRAL: Final = _neutral("sglang", "both", "completions")
+CHAT_NEUTRAL: Final = _neutral("sglang", "both", "chats")
+LLAMA_CPP_NEUTRAL: Final = _neutral("llama_cpp")
+RESPONSES_NEUTRAL: Final = _neutral("responses")
+REASONING_NEUTRAL: Final = _neutral("reasoning")
+STREAM_OPTIONS_NEUTRAL: Final = _neutral("stream_options")
+MESSAGES_NEUTRAL: Final = _neutral("messages")
+MESSAGE_NEUTRAL: Final = _neutral("message")
+PART_NEUTRAL: Final = _neutral("part")
+STRUCTURED_NEUTRAL: Final = _neutral("structured")
 
 
 # Error messages that name the invalid field.
@@ -364,7 +248,8 @@ def given_fields(
                 fields[name] = value
         elif name in KNOWN or name in neutral:
             if not is_neutral(value, neutral.get(name, ())):
-                instead = f": use {_SUCCESSORS[name]}" if name in _SUCCESSORS else ""
+                successors = _TABLES["successors"]
+                instead = f": use {successors[name]}" if name in successors else ""
                 raise InvalidRequestError(
                     f"{where}{name} is not available here{instead}", f"{where}{name}"
                 )

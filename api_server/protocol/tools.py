@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
 from api_server.protocol.fields import IgnoredFields, Strict, given_fields, ignored_of, is_encodable
 from api_server.protocol.schemas import BOOLEAN, STRING, a_list, an_object, one_of
-from proto.errors import InvalidRequestError, shown
+from proto.errors import InvalidRequestError, require, shown
 from proto.messages.grammar import MAX_GRAMMAR_BYTES, check_schema, encoded
 
 MAX_TOOLS: Final = 128
@@ -75,10 +75,8 @@ def read_tools(value: Any, ignored: IgnoredFields) -> list[FunctionTool]:
 
     ignored: collects fields that no API defines.
     """
-    if not isinstance(value, list):
-        raise InvalidRequestError("tools must be a list", "tools")
-    if len(value) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools takes at most {MAX_TOOLS}, got {len(value)}", "tools")
+    require(isinstance(value, list), "tools", "must be a list")
+    require(len(value) <= MAX_TOOLS, "tools", f"takes at most {MAX_TOOLS}, got {len(value)}")
     tools: list[FunctionTool] = []
     left = MAX_TOOLS_BYTES
     for index, item in enumerate(value):
@@ -87,13 +85,13 @@ def read_tools(value: Any, ignored: IgnoredFields) -> list[FunctionTool]:
         else:
             tool, size = _tool(item, f"tools[{index}]", ignored)
             left -= size
-        if left < 0:
-            raise _invalid(
-                f"{tool.field}.function.parameters",
-                f"is beyond the {MAX_TOOLS_BYTES} bytes that those of all tools may have together",
-            )
-        if any(tool.name == other.name for other in tools):
-            raise _invalid(f"{tool.field}.function.name", f"is there twice: {tool.name}")
+        require(
+            left >= 0,
+            f"{tool.field}.function.parameters",
+            f"is beyond the {MAX_TOOLS_BYTES} bytes that those of all tools may have together",
+        )
+        is_new = all(tool.name != other.name for other in tools)
+        require(is_new, f"{tool.field}.function.name", f"is there twice: {tool.name}")
         tools.append(tool)
     return tools
 
@@ -101,19 +99,17 @@ def read_tools(value: Any, ignored: IgnoredFields) -> list[FunctionTool]:
 def _tool(value: Any, where: str, ignored: IgnoredFields) -> tuple[FunctionTool, int]:
     """Return a tool and the size of its parameters."""
     fields = _object(value, where, ("type", "function"), ignored)
-    if fields.get("type") != "function":
-        raise _invalid(f"{where}.type", "must be function: no other tools are available")
-    if "function" not in fields:
-        raise _invalid(f"{where}.function", "is missing")
+    is_function = fields.get("type") == "function"
+    require(is_function, f"{where}.type", "must be function: no other tools are available")
+    require("function" in fields, f"{where}.function", "is missing")
     within = f"{where}.function"
     known = ("name", "description", "parameters", "strict")
     function = _object(fields["function"], within, known, ignored)
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _invalid(f"{within}.name", f"must match {TOOL_NAME}")
+    name: Any = function.get("name")
+    matches = isinstance(name, str) and _NAME.fullmatch(name) is not None
+    require(matches, f"{within}.name", f"must match {TOOL_NAME}")
     strict = function.get("strict", False)
-    if not isinstance(strict, bool):
-        raise _invalid(f"{within}.strict", "must be true or false")
+    require(isinstance(strict, bool), f"{within}.strict", "must be true or false")
     description = function.get("description")
     if description is not None:
         _check_text(description, f"{within}.description")
@@ -123,41 +119,32 @@ def _tool(value: Any, where: str, ignored: IgnoredFields) -> tuple[FunctionTool,
 
 def _parameters(schema: Any, where: str) -> tuple[Mapping[str, Any], int]:
     """Return the JSON schema of the arguments and its size; {} means no arguments."""
-    if not isinstance(schema, dict):
-        raise _invalid(where, "must be a JSON schema of an object")
+    require(isinstance(schema, dict), where, "must be a JSON schema of an object")
     try:
         check_schema(schema)
         size = len(encoded(schema))
     except InvalidRequestError as error:
-        raise _invalid(where, error.message) from None
-    if size > MAX_GRAMMAR_BYTES:
-        raise _invalid(where, f"has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken")
-    if schema.get("type", "object") != "object":
-        raise _invalid(f"{where}.type", "must be object")
-    if not isinstance(schema.get("properties", {}), dict):
-        raise _invalid(f"{where}.properties", "must be an object")
+        raise InvalidRequestError(f"{where} {error.message}", where) from None
+    limit = MAX_GRAMMAR_BYTES
+    require(size <= limit, where, f"has {size} bytes, at most {limit} are taken")
+    require(schema.get("type", "object") == "object", f"{where}.type", "must be object")
+    properties = schema.get("properties", {})
+    require(isinstance(properties, dict), f"{where}.properties", "must be an object")
     return {"type": "object", "properties": {}, **schema}, size
 
 
 def _check_text(value: Any, where: str) -> None:
-    if not isinstance(value, str):
-        raise _invalid(where, "must be a string")
-    if len(value) > MAX_DESCRIPTION_CHARACTERS:
-        raise _invalid(where, f"is longer than {MAX_DESCRIPTION_CHARACTERS}")
-    if not is_encodable(value):
-        raise _invalid(where, "holds half of a surrogate pair, which is no text")
+    require(isinstance(value, str), where, "must be a string")
+    limit = MAX_DESCRIPTION_CHARACTERS
+    require(len(value) <= limit, where, f"is longer than {limit}")
+    require(is_encodable(value), where, "holds half of a surrogate pair, which is no text")
 
 
 def _object(
     value: Any, where: str, known: tuple[str, ...], ignored: IgnoredFields
 ) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _invalid(where, "must be an object")
+    require(isinstance(value, dict), where, "must be an object")
     return given_fields(value, known, {}, ignored, f"{where}.")
-
-
-def _invalid(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} {what}", where)
 
 
 def _tools(value: Any, info: ValidationInfo) -> Any:
@@ -168,8 +155,8 @@ def _choice(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, NamedTool | AllowedTools):
         return value
     if isinstance(value, str):
-        if value not in _MODES:
-            raise _invalid("tool_choice", "must be none, auto, required or a function by its name")
+        choices = "none, auto, required or a function by its name"
+        require(value in _MODES, "tool_choice", f"must be {choices}")
         return value
     ignored = ignored_of(info)
     if isinstance(value, dict) and value.get("type") == "allowed_tools":
@@ -180,24 +167,22 @@ def _choice(value: Any, info: ValidationInfo) -> Any:
 def _named_function(value: Any, where: str, ignored: IgnoredFields) -> str:
     """Return the name in {"type": "function", "function": {"name": …}}."""
     choice = _object(value, where, ("type", "function"), ignored)
-    if choice.get("type") != "function":
-        raise _invalid(f"{where}.type", "must be function")
+    require(choice.get("type") == "function", f"{where}.type", "must be function")
     function = _object(choice.get("function"), f"{where}.function", ("name",), ignored)
     name = function.get("name")
-    if not isinstance(name, str):
-        raise _invalid(f"{where}.function.name", "must be a string")
-    return name
+    require(isinstance(name, str), f"{where}.function.name", "must be a string")
+    return str(name)
 
 
 def _allowed_tools(value: Any, ignored: IgnoredFields) -> AllowedTools:
     where = "tool_choice.allowed_tools"
     choice = _object(value, "tool_choice", ("type", "allowed_tools"), ignored)
     allowed = _object(choice.get("allowed_tools"), where, ("mode", "tools"), ignored)
-    mode, tools = allowed.get("mode"), allowed.get("tools")
-    if mode not in ("auto", "required"):
-        raise _invalid(f"{where}.mode", "must be auto or required")
-    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
-        raise _invalid(f"{where}.tools", f"must be a list of 1 to {MAX_TOOLS} tools")
+    mode: Any = allowed.get("mode")
+    tools: Any = allowed.get("tools")
+    require(mode in ("auto", "required"), f"{where}.mode", "must be auto or required")
+    is_list = isinstance(tools, list) and 0 < len(tools) <= MAX_TOOLS
+    require(is_list, f"{where}.tools", f"must be a list of 1 to {MAX_TOOLS} tools")
     names = [
         _named_function(tool, f"{where}.tools[{index}]", ignored)
         for index, tool in enumerate(tools)

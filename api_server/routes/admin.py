@@ -18,7 +18,7 @@ from api_server.protocol.fields import Strict, parse
 from api_server.routes.common import app_state_of, check_operator, has_operators_key, read_json
 from api_server.routes.system import daemon_version
 from proto.codec import to_json_line
-from proto.errors import ConflictError, InternalRequestError, InvalidRequestError, shown
+from proto.errors import ConflictError, InternalRequestError, InvalidRequestError, require, shown
 from proto.messages.engine_io import AdminName, AdminReply, PauseMode
 from proto.messages.lifecycle import AbortRequests, DrainRequested, ForgetImages, ProfileFrontEnds
 from proto.settings.config import SECRET_FIELDS
@@ -200,6 +200,5 @@ async def _call_profiler(request: Request, name: AdminName) -> AdminReply:
 def _query_value(request: Request, name: str, meanings: dict[str, Any], default: str) -> Any:
     """Return the meaning of a query parameter; raises InvalidRequestError for other values."""
     value = request.query_params.get(name, default)
-    if value not in meanings:
-        raise InvalidRequestError(f"{name} takes {' or '.join(meanings)}, got {shown(value)}", name)
+    require(value in meanings, name, f"takes {' or '.join(meanings)}, got {shown(value)}")
     return meanings[value]

@@ -14,8 +14,7 @@ from api_server.generation.encoders.base import KEEP_ALIVE
 from api_server.generation.response import EVENT_STREAM_HEADERS
 from api_server.http.connection import wait_disconnect
 from api_server.http.http_protocol import close_after_response
-from api_server.live_view.events import SubscriberScope
-from api_server.live_view.publisher import Subscriber
+from api_server.live_view import Subscriber, SubscriberScope
 from api_server.page.files import PageFile
 from api_server.routes.common import has_operators_key
 from proto.errors import ForbiddenError, InvalidRequestError, shown

@@ -4,13 +4,9 @@ FastAPI adds the paths. The routes read their bodies themselves, so `OPERATIONS`
 that validate the bodies; a test checks that every documented route has a line there.
 """
 
-import ast
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import pairwise
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -42,9 +38,10 @@ from api_server.protocol.schemas import (
     one_of,
     or_null,
 )
-from api_server.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 from api_server.routes import adapters, admin
+from api_server.routes.tokenizer import Detokenize, TokenizeChat, TokenizeText
 from proto.settings.config import FrontEndConfig
+from proto.settings.field_texts import texts_below_fields
 
 # JSON Schemas of the responses.
 
@@ -474,31 +471,11 @@ def _add_schema(
 
 
 def field_texts(model: type[BaseModel]) -> dict[str, str]:
-    """Return the string literal under each field of a model and its base classes.
-
-    Python drops these strings, so they are read from the source.
-    """
+    """Return the string literal under each field of a model and its base classes."""
     texts = {
         name: field.description for name, field in model.model_fields.items() if field.description
     }
     for base in model.__mro__[: model.__mro__.index(BaseModel)]:
-        for name, text in _texts_of_module(base.__module__).get(base.__name__, {}).items():
-            texts.setdefault(name, text)
+        of_class = texts_below_fields(sys.modules[base.__module__]).get(base.__name__, {})
+        texts = of_class | texts
     return texts
-
-
-@cache
-def _texts_of_module(name: str) -> dict[str, dict[str, str]]:
-    """Return class → field → the string literal under it, of the classes of a module."""
-    found: dict[str, dict[str, str]] = {}
-    for definition in ast.parse(inspect.getsource(sys.modules[name])).body:
-        if isinstance(definition, ast.ClassDef):
-            texts = found.setdefault(definition.name, {})
-            for line, after in pairwise(definition.body):
-                match line, after:
-                    case (
-                        ast.AnnAssign(target=ast.Name(id=field_name)),
-                        ast.Expr(value=ast.Constant(value=str() as text)),
-                    ):
-                        texts[field_name] = " ".join(text.split())
-    return found

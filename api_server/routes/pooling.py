@@ -41,7 +41,7 @@ from api_server.text.detokenizer import NoText
 from api_server.text.prompts import Prompt, PromptReader
 from api_server.text.tokenizer import FILL_CONTEXT, truncation
 from proto.codec import to_compact_json
-from proto.errors import InvalidRequestError
+from proto.errors import InvalidRequestError, require
 from proto.messages.pooling import MAX_INPUTS, Pooler, PoolingParams, PoolingTask, check_task
 from proto.messages.sampling_params import SamplingParams
 
@@ -297,8 +297,7 @@ async def _scores(
 def _params(pooler: Pooler, body: EmbeddingRequest, task: PoolingTask) -> PoolingParams:
     """Return the parameters; raises InvalidRequestError for dimensions that the model lacks."""
     if body.dimensions is not None:
-        if task == "classify":
-            raise InvalidRequestError("dimensions needs an embedding", "dimensions")
+        require(task != "classify", "dimensions", "needs an embedding")
         if pooler.size and body.dimensions > pooler.size:
             raise InvalidRequestError(
                 f"dimensions must be at most {pooler.size}, got {body.dimensions}", "dimensions"

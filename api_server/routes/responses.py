@@ -47,7 +47,7 @@ from api_server.routes.chat import (
 )
 from api_server.routes.common import page_limit, read_fields
 from api_server.turns import current_client, run_for_body, run_in_turn
-from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
+from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, require, shown
 
 logger = logging.getLogger("tokend.api")
 router = APIRouter()
@@ -316,8 +316,7 @@ def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
     """Return the items that a query selects, as a list of OpenAI's API."""
     order, after = query.get("order", "desc"), query.get("after")
     limit = page_limit(query, MAX_PAGE)
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError("order must be 'asc' or 'desc'", "order")
+    require(order in ("asc", "desc"), "order", "must be 'asc' or 'desc'")
     items = items if order == "asc" else items[::-1]
     start = 0
     if after is not None:

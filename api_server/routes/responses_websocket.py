@@ -32,7 +32,7 @@ from api_server.routes.common import REQUEST_ID_HEADER, add_header_fields
 from api_server.routes.responses import PreparedResponse, conversation, prepare_response
 from api_server.routes.websocket import accept_websocket, close_code, decode_message, receive_text
 from api_server.turns import current_client, run_for_body, run_in_turn
-from proto.errors import InternalRequestError, InvalidRequestError, RequestError
+from proto.errors import InternalRequestError, InvalidRequestError, RequestError, require
 
 logger = logging.getLogger("tokend.api")
 
@@ -164,15 +164,12 @@ class ResponsesConnection:
                 await self._send_error(failure)
 
     async def _prepare(self, context: RequestContext, fields: dict[str, Any]) -> PreparedResponse:
-        if fields.pop("type", None) != "response.create":
-            raise InvalidRequestError('type must be "response.create"', "type")
+        require(fields.pop("type", None) == "response.create", "type", 'must be "response.create"')
         generates = fields.pop("generate", True)
-        if not isinstance(generates, bool):
-            raise InvalidRequestError("generate must be true or false", "generate")
+        require(isinstance(generates, bool), "generate", "must be true or false")
         if fields.setdefault("stream", True) is not True:
             raise InvalidRequestError("stream: a WebSocket always gets events", "stream")
-        if fields.get("background"):
-            raise InvalidRequestError("background is not available on a WebSocket", "background")
+        require(not fields.get("background"), "background", "is not available on a WebSocket")
         fields.setdefault("input", [])
         add_header_fields(fields, self._request_headers(), context.ignored)
         if context.app_state.adapters is not None:

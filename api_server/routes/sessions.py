@@ -40,6 +40,7 @@ from proto.errors import (
     InvalidRequestError,
     RequestError,
     context_length_error,
+    require,
 )
 from proto.messages.sampling_params import SamplingParams
 
@@ -204,8 +205,7 @@ class SessionConnection:
 
     def _merged_fields(self, fields: dict[str, Any], ignored: IgnoredFields) -> dict[str, Any]:
         """Return the fields of a turn."""
-        if "prompt" not in fields:
-            raise InvalidRequestError("prompt is missing", "prompt")
+        require("prompt" in fields, "prompt", "is missing")
         if not self._session.is_open:
             add_header_fields(fields, self._websocket.headers, ignored)
             fields["request_id"] = fields.get("request_id") or secrets.token_hex(16)

@@ -60,7 +60,8 @@ async def live() -> Response:
 async def ready(request: Request) -> Response:
     """Readiness: 200 if requests make progress, else 503 with the reasons.
 
-    Of several engines one suffices; `missing_engines` has the others, with the reasons.
+    Of several engines one suffices; `missing_engines` has the others, with the reasons. `standby`
+    has the number of standby processes that are ready, where some are wanted.
     """
     app_state = app_state_of(request)
     reasons = app_state.health.not_ready_reasons()
@@ -68,6 +69,9 @@ async def ready(request: Request) -> Response:
     if app_state.client.num_engines > 1:
         missing = app_state.health.missing_engines()
         body["missing_engines"] = {str(engine): lines for engine, lines in missing.items()}
+    reliability, status = app_state.settings.reliability, app_state.health.supervisor_status
+    if reliability.standby:
+        body["standby"] = {"engine": status.standby_engines, "worker": status.standby_workers}
     return JSONResponse(body, 503 if reasons else 200, {"retry-after": "1"} if reasons else {})
 
 
@@ -99,6 +103,7 @@ async def metrics(request: Request) -> Response:
         app_state.metrics.render(
             ready=not app_state.health.not_ready_reasons(),
             missing_engines=app_state.client.missing_engines,
+            status=app_state.health.supervisor_status,
         ),
         media_type="text/plain; version=0.0.4; charset=utf-8",
     )

@@ -7,9 +7,10 @@ import asyncio
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -17,18 +18,49 @@ from api_server.generation.app_state import RequestContext
 from api_server.generation.encoders.base import json_parts
 from api_server.generation.engine_call import check_response_size
 from api_server.generation.response import JsonResponse
-from api_server.protocol.fields import IgnoredFields, parse
-from api_server.protocol.tokenize import (
-    MAX_DETOKENIZED,
-    TOKENIZE_CHAT_NEUTRAL,
-    Detokenize,
-    TokenizeChat,
-    TokenizeText,
-)
+from api_server.protocol.chat import ConversationFields
+from api_server.protocol.common import Text
+from api_server.protocol.fields import IgnoredFields, Neutral, Strict, parse
 from api_server.routes.chat import encode_any_length, render_prompt
 from api_server.routes.common import app_state_of, read_json
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError, UnknownPathError, require, shown
+
+MAX_DETOKENIZED: Final = 1 << 17
+TOKENIZE_CHAT_NEUTRAL: Final[Neutral] = {
+    "chat_template": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+}
+
+
+class TokenizeText(Strict):
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    prompt: str
+    """The text; it may be empty, and longer than the context."""
+    add_special_tokens: bool = True
+    """Let the tokenizer add what it adds to every text, such as a first token."""
+    return_token_strs: bool = False
+    """Name each token as the vocabulary spells it."""
+
+
+class TokenizeChat(ConversationFields):
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    add_special_tokens: bool = False
+    """Let the tokenizer add what it adds to every text; most templates have done so already."""
+    return_token_strs: bool = False
+    """Name each token as the vocabulary spells it."""
+
+
+class Detokenize(Strict):
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+    """Up to 131072 token ids, or as many as the context has if these are more, each below the size
+    of the vocabulary."""
+
 
 router = APIRouter()
 

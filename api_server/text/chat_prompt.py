@@ -46,14 +46,8 @@ def _call_id(client_id: str, length: int) -> str:
 
 RESERVED_VARIABLES: Final = frozenset(
     {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "messages",
-        "tokenize",
-        "tools",
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+        *("documents", "messages", "tokenize", "tools"),
     }
 )
 """Names that chat_template_kwargs may not set; most have request fields of their own."""

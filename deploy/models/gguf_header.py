@@ -32,19 +32,7 @@ _MAX_TEXT_BYTES: Final = 64 << 20
 _DEFAULT_ALIGNMENT: Final = 32
 _MAX_ALIGNMENT: Final = 1 << 20
 _STRING, _ARRAY = 8, 9
-_SCALARS: Final[Mapping[int, str]] = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS: Final[Mapping[int, str]] = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 """Number of a metadata type → its format for `struct`."""
 
 

@@ -15,7 +15,13 @@ from typing import Any, Final
 
 import msgspec
 
-from deploy.models import quantised_folder, safetensors_header, tiktoken_file, wrapped_model
+from deploy.models import (
+    quantised_folder,
+    safetensors_header,
+    tiktoken_file,
+    torch_file,
+    wrapped_model,
+)
 from deploy.models.pooler_files import family_architecture, read_pooler
 from deploy.models.prepared_folder import (
     ModelContents,
@@ -50,6 +56,7 @@ from proto.settings.turn_ends import END_TOKENS
 from worker.models.families import FAMILIES
 
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_PICKLED_HEAD: Final = "pytorch_model.bin"
 _TOKENIZER_FILES: Final = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"),
 )
@@ -338,3 +345,38 @@ def _first_token(generation: Mapping[str, Any], config: Mapping[str, Any]) -> in
                 raise ModelError(f"bos_token_id {shown(value)} is not a token id")
             return int(value)
     return None
+
+
+def read_head(path: str, report: ProgressCallback) -> ModelContents:
+    """Read the folder of a head of EAGLE or EAGLE-3, as these are published; raises ModelError.
+
+    It has config.json and safetensors files, or pytorch_model.bin; tokenizer and often the
+    embedding are the target's. Names of tensors differ between publishers: "model." may precede
+    them, and the layer is "layers.0" or "midlayer". The prepared head has them as a model of one
+    layer would.
+    """
+    folder = Path(path)
+    report("reading headers")
+    require_regular_files(folder)
+    config = read_object(folder / "config.json", required=True)
+    config["architectures"] = ["LlamaForCausalLM"]
+    pickled = folder / _PICKLED_HEAD
+    if pickled.is_file() and not any(folder.glob("*.safetensors")):
+        files, entries = [pickled], torch_file.read(str(pickled), 0)
+    else:
+        entries, files = safetensors_entries(folder)
+    entries = [_named_as_in_models(entry) for entry in entries]
+    if not any(entry.name == "fc.weight" for entry in entries):
+        raise ModelError(f"{folder} is no head of EAGLE: it has no tensor fc.weight")
+    return ModelContents(
+        config=config,
+        tokenizer_json=b"{}",
+        tokenizer_config={},
+        tensors=TensorIndex("safetensors", tuple(map(str, files)), tuple(entries)),
+    )
+
+
+def _named_as_in_models(entry: TensorEntry) -> TensorEntry:
+    name = entry.name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+    in_model = name.startswith(("layers.", "norm.", "embed_tokens."))
+    return msgspec.structs.replace(entry, name=f"model.{name}" if in_model else name)

@@ -6,7 +6,7 @@ Command line: `python -m deploy.models.prepare NAME SOURCE KIND MMPROJ TARGET FI
 import sys
 import warnings
 
-from deploy.models import draft_head, gguf_file, hf_folder, prepared_folder, tokenizer_check
+from deploy.models import gguf_file, hf_folder, prepared_folder, tokenizer_check
 from deploy.models.child_process import ChildMessage
 from proto.errors import ModelError
 
@@ -27,7 +27,8 @@ def prepare(
     if kind == "gguf":
         contents = gguf_file.read(source, report, mmproj)
     else:
-        contents = (hf_folder if kind == "folder" else draft_head).read(source, report)
+        read = hf_folder.read if kind == "folder" else hf_folder.read_head
+        contents = read(source, report)
     if kind != "head":
         report("checking the tokenizer")
         tokenizer_check.check(

@@ -16,21 +16,10 @@ _MAX_HEADER_BYTES: Final = 32 << 20
 _MAX_DIMENSIONS: Final = 8
 _MAX_NUMBER: Final = 1 << 60
 _BITS: Final = {
-    "F64": 64,
-    "F32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "I64": 64,
-    "I32": 32,
-    "I16": 16,
-    "I8": 8,
-    "U64": 64,
-    "U32": 32,
-    "U16": 16,
-    "U8": 8,
-    "BOOL": 8,
+    **dict.fromkeys(("F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 8),
 }
 
 

@@ -96,6 +96,7 @@ class EpochCounter:
         self._listen_fds, self._admin_fds = listen_fds, admin_fds
         self._next_epochs = itertools.count(1)
         self._num_starts: Counter[tuple[Role, int]] = Counter()
+        self._num_standby_starts: Counter[tuple[Role, int]] = Counter()
         self._num_hangs: Counter[tuple[Role, int]] = Counter()
         self.epochs = list(itertools.islice(self._next_epochs, self.num_engines))
         self.worker_epochs, self.generations = self.epochs.copy(), self.epochs.copy()
@@ -223,6 +224,17 @@ class EpochCounter:
             front_ends=tuple(max(0, number - 1) for number in num_starts),
             pause_mode=self.pause_mode,
             adapters=None if self.adapters is None else tuple(self.adapters.values()),
+        )
+
+    def make_standby_boot(self, role: Role, index: int) -> ProcessBoot:
+        """Return the first boot message of a standby process, which has no place yet.
+
+        index: among the standby processes of this role.
+        """
+        incarnation = self._num_standby_starts[role, index]
+        self._num_standby_starts[role, index] += 1
+        return changed(
+            self._template, role=role, index=index, incarnation=incarnation, metrics_fd=None
         )
 
     def new_engine(self, engine: int) -> list[Announcement]:

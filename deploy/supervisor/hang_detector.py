@@ -2,7 +2,8 @@
 
 Records since when each process owes an answer. The watchdog sends the pings and kills processes.
 
-    engine, front end    are pinged at intervals, and answer from their main loops
+    engine, front end,   are pinged at intervals, and answer from their main loops
+    standby process
     worker               answers the engine; the engine reports which workers owe an answer
 
 So a worker is judged only by the report of an engine that responds, and an engine is not blamed for
@@ -89,11 +90,12 @@ class _ProcessState:
 
 
 class HangDetector:
-    """Watches all front ends, or an engine and its workers.
+    """Watches all front ends, all standby processes, or an engine and its workers.
 
     Its clock advances only while it is called, which must happen at least once per interval.
 
-    engine: its index; None for front ends. first_worker: index of its worker of rank 0.
+    engine: its index; None for the others, which are all pinged. first_worker: index of its worker
+        of rank 0.
     """
 
     def __init__(
@@ -114,9 +116,10 @@ class HangDetector:
         self._reported_at = 0.0
         self._engine_owes_since = math.inf
 
-    def watch(self, process: Process) -> None:
-        role, _ = process
-        self._states[process] = _ProcessState(math.inf if role == "worker" else self._read_clock())
+    def watch(self, process: Process, *, is_prepared: bool = False) -> None:
+        """Watch a process. is_prepared: it was a standby process, so its start is short."""
+        next_ping = math.inf if self._is_judged_by_engine(process) else self._read_clock()
+        self._states[process] = _ProcessState(next_ping, started=is_prepared)
 
     def unwatch(self, process: Process) -> None:
         role, _ = process
@@ -142,7 +145,8 @@ class HangDetector:
         state = self._states[process]
         state.started = True
         state.owes_since = math.inf
-        state.next_ping = self._read_clock() + self._limits.interval
+        if not self._is_judged_by_engine(process):  # it may have been a standby process
+            state.next_ping = self._read_clock() + self._limits.interval
 
     def note_awaits_ranks(self, process: Process) -> None:
         """Note that a worker waits for other ranks in the middle of a step."""
@@ -193,14 +197,17 @@ class HangDetector:
         now = self._read_clock()
         for process, state in self._states.items():
             flag = "--step-timeout" if state.started else "--start-timeout"
-            for missing, since, until, limit in self._owed(process[0], state, now):
+            for missing, since, until, limit in self._owed(process, state, now):
                 if until - since > share * limit and not state.ignored:
                     monotonic = round(self._last_reading - now + since, 1)
                     yield Hang(process, missing, until - since, monotonic, flag)
                     break
 
+    def _is_judged_by_engine(self, process: Process) -> bool:
+        return process[0] == "worker" and self._engine is not None
+
     def _owed(
-        self, role: Role, state: _ProcessState, now: float
+        self, process: Process, state: _ProcessState, now: float
     ) -> Iterator[tuple[str, float, float, float]]:
         """Yield the signs of life that a process has yet to give.
 
@@ -208,13 +215,13 @@ class HangDetector:
         of the wait in seconds).
         """
         start, step = self._limits.start, self._limits.step
-        if role == "worker":
+        if self._is_judged_by_engine(process):
             if not state.awaits_ranks or self._all_await_ranks:
                 limit = self._step_timeout if state.started else start
                 yield "no completed step", state.owes_since, self._reported_at, limit
             return
         yield "no sign of life", state.owes_since, now, step if state.started else start
-        if role == "engine_core":
+        if process[0] == "engine_core":
             yield "work but no step", self._engine_owes_since, self._reported_at, self._step_timeout
 
     @property

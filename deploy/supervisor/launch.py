@@ -298,6 +298,7 @@ def _ready_records(
         "kernels": engine.kernels,
         "drafts": engine.drafts,
         "sampling": str(launch.generation_defaults),
+        "standby": launch.config.reliability.standby,
     }
     if shared := _shared_weights(engine, launch.num_engines):
         fields["shared_weights"] = describe_weights(shared)
@@ -325,6 +326,7 @@ def _ready_text(
         path = "/v1/embeddings" if pooler.task == "embed" else "/classify"
         request |= {"input": "The sea is"}
     together = ", prompt and output together" if pooler is None else " a text"
+    standby = launch.config.reliability.standby
     key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.has_client_keys else ""
     entries = [
         ("runs on", engine.device_name),
@@ -334,6 +336,7 @@ def _ready_text(
         ("weights", _weights(engine, launch.num_engines)),
         ("KV cache", _kv_cache(engine, launch.config.cache)),
         ("drafts", engine.drafts),
+        ("standby", f"{standby}, started beside the first requests" if standby else ""),
         ("sampling", str(launch.generation_defaults) if pooler is None else ""),
         ("web pages", f"{launch.url}/, of the API {launch.url}/docs" if config.page else ""),
         (

@@ -17,7 +17,15 @@ from typing import Any, Final, Literal
 from deploy.supervisor.launch import Commands, Launch
 from proto.codec import Message, changed, encode
 from proto.errors import ErrorInfo, TokendError
-from proto.messages.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
+from proto.messages.lifecycle import (
+    Fatal,
+    Prepared,
+    ProcessBoot,
+    Role,
+    Shutdown,
+    TakePlace,
+    ToSupervisor,
+)
 from proto.runtime.host_resources import (
     allowed_cores,
     cores_by_node,
@@ -149,27 +157,30 @@ class StartError(TokendError):
     """The operating system could not start a process. reason: what it lacks."""
 
     def __init__(self, boot: ProcessBoot, reason: str) -> None:
-        super().__init__(f"{process_name(boot.role, boot.index)} cannot be started: {reason}")
+        super().__init__(f"{boot.name} cannot be started: {reason}")
         self.reason = reason
 
 
 class Child:
     """A child process and the link to it.
 
-    engine: its index, or that of the workers' engine; None for a front end.
+    has_place: whether it serves; else it is a standby process. is_prepared: whether it has done
+        what it needs no place for.
+    engine: its index, or that of the workers' engine; None for a front end or a standby process.
     fatal_error: the error that it has reported, or None.
     """
 
     def __init__(self, boot: ProcessBoot, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Raises StartError."""
         self.role = boot.role
-        self.index = boot.index
-        self.engine = None if boot.role == "api_server" else boot.engine
-        self.incarnation = boot.incarnation
-        self.generation = boot.generation
         self.weights_generation = boot.weights_generation
+        self.is_prepared = False
         self.fatal_error: ErrorInfo | None = None
-        path = supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation)
+        self._note_boot(boot)
+        self._surroundings = _surroundings(boot, env)
+        path = supervisor_path(
+            boot.run_dir, boot.role, boot.index, boot.incarnation, has_place=boot.has_place
+        )
         try:
             with contextlib.ExitStack() as undo, _spare_descriptors():
                 self.link = Link.bind(path, ToSupervisor)
@@ -185,9 +196,23 @@ class Child:
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise StartError(boot, reason) from None
 
-    @property
-    def name(self) -> str:
-        return process_name(self.role, self.index)
+    def _note_boot(self, boot: ProcessBoot) -> None:
+        self.name = boot.name
+        self.has_place = boot.has_place
+        self.index = boot.index
+        self.engine = None if boot.role == "api_server" or not boot.has_place else boot.engine
+        self.incarnation = boot.incarnation
+        self.generation = boot.generation
+
+    def can_take_place(self, boot: ProcessBoot, env: Mapping[str, str]) -> bool:
+        """Whether it is ready to run as the process that `boot` names. env: of such a process."""
+        is_ready = self.is_prepared and not self.has_ended()
+        return is_ready and self._surroundings == _surroundings(boot, env)
+
+    def take_place(self, boot: ProcessBoot) -> None:
+        """Have it run as the process that `boot` names."""
+        self._note_boot(boot)
+        self.send(TakePlace(boot))
 
     @property
     def exit_status(self) -> int | None:
@@ -204,6 +229,8 @@ class Child:
         for message in messages:
             if isinstance(message, Fatal):
                 self.fatal_error = message.error
+            elif isinstance(message, Prepared):
+                self.is_prepared = True
         return messages
 
     def await_fatal_error(self) -> None:
@@ -277,7 +304,8 @@ class WeightFiles:
 class ChildProcesses:
     """All child processes that run.
 
-    running: may change while the main loop iterates over a copy.
+    running, standby: those with a place and without; may change while the main loop iterates over a
+        copy.
     preparing_pids: processes that prepare a model for a reload, which are not `Child`s.
     weight_files: of the workers that run, and of those that are restarted.
     """
@@ -287,32 +315,50 @@ class ChildProcesses:
         self._poller = poller
         self.weight_files = WeightFiles()
         self.running: list[Child] = []
+        self.standby: list[Child] = []
         self.preparing_pids: set[int] = set()
 
     def start(self, boot: ProcessBoot) -> Child:
-        """Start a process and poll its link and its exit. Raises StartError."""
-        launch = self._launch
-        config = launch.config
-        env = child_environment(
-            launch.variables,
-            boot.role,
-            config.device,
-            config.parallel.num_workers,
-            boot.index,
-        )
-        if boot.role == "worker":
-            boot = changed(boot, weights_fd=self._weights_descriptor(boot, env[_THREADS]))
-        child = Child(boot, launch.commands[boot.role], env)
+        """Have a standby process take a place, or start one. Raises StartError."""
+        boot, env = self._with_surroundings(boot)
+        ready = (child for child in self.standby if child.can_take_place(boot, env))
+        if (child := next(ready, None)) is None:
+            child = self._spawn(boot, env)
+        else:
+            self.standby.remove(child)
+        child.take_place(boot)
         self.running.append(child)
+        return child
+
+    def start_standby(self, boot: ProcessBoot) -> None:
+        """Start a process that prepares itself and waits for a place. Raises StartError."""
+        self.standby.append(self._spawn(*self._with_surroundings(boot)))
+
+    def _spawn(self, boot: ProcessBoot, env: Mapping[str, str]) -> Child:
+        """Start a process and poll its link and its exit."""
+        child = Child(boot, self._launch.commands[boot.role], env)
         self._poller.add(child.link)
         self._poller.add(child.pidfd)
         return child
 
-    def _weights_descriptor(self, boot: ProcessBoot, num_threads: str) -> int:
+    def _with_surroundings(self, boot: ProcessBoot) -> tuple[ProcessBoot, dict[str, str]]:
+        """Return the boot message with all descriptors, and the environment of the process."""
+        config = self._launch.config
+        num_workers = config.parallel.num_workers
+        index = boot.index % num_workers if boot.role == "worker" else boot.index
+        env = child_environment(
+            self._launch.variables, boot.role, config.device, num_workers, index
+        )
+        boot = changed(boot, born_at=time.monotonic())
+        if boot.role == "worker":
+            boot = changed(boot, weights_fd=self._weights_descriptor(boot, index, env[_THREADS]))
+        return boot, env
+
+    def _weights_descriptor(self, boot: ProcessBoot, index: int, num_threads: str) -> int:
         """Return the file for the packed weights of a worker. Raises StartError."""
         node, num_workers = None, boot.config.parallel.num_workers
         if num_threads.isdigit():
-            node = node_of_worker(boot.index, num_workers, int(num_threads))
+            node = node_of_worker(index, num_workers, int(num_threads))
         try:
             return self.weight_files.descriptor(boot.weights_generation, boot.rank, node)
         except OSError as error:
@@ -321,7 +367,7 @@ class ChildProcesses:
     def remove(self, child: Child) -> None:
         self._poller.remove(child.link)
         self._poller.remove(child.pidfd)
-        self.running.remove(child)
+        (self.running if child.has_place else self.standby).remove(child)
 
     def front_ends(self) -> list[Child]:
         return [child for child in self.running if child.role == "api_server"]
@@ -344,14 +390,15 @@ class ChildProcesses:
             child.send(message)
 
     def all_pids(self) -> set[int]:
-        return {child.pid for child in self.running} | self.preparing_pids
+        return {child.pid for child in (*self.running, *self.standby)} | self.preparing_pids
 
     def kill_all(self) -> None:
-        for child in self.running:
+        for child in (*self.running, *self.standby):
             child.send_signal(signal.SIGKILL)
             child.wait()
             child.close()
         self.running.clear()
+        self.standby.clear()
         self.weight_files.close()
 
 
@@ -368,6 +415,12 @@ def _spare_descriptors() -> Iterator[None]:
         yield
 
 
+def _surroundings(boot: ProcessBoot, env: Mapping[str, str]) -> tuple[object, ...]:
+    """Return what a process has from its start on: two with the same can take the same places."""
+    weights = None if boot.weights_fd is None else (boot.weights_fd, boot.weights_generation)
+    return boot.role, dict(env), weights
+
+
 def _spawn(
     boot: ProcessBoot, command: Sequence[str], env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
@@ -375,7 +428,7 @@ def _spawn(
     memory = [each for each in (boot.metrics_fd, boot.weights_fd) if each is not None]
     try:
         with os.fdopen(os.dup(boot_fd), "wb") as stream:
-            stream.write(encode(changed(boot, born_at=time.monotonic())))
+            stream.write(encode(boot))
         return subprocess.Popen(
             [*command, "--boot-fd", str(boot_fd)],
             stdin=subprocess.DEVNULL,

@@ -33,6 +33,7 @@ from deploy.supervisor.shutdown import (
     ShutdownSequence,
 )
 from deploy.supervisor.signals import SignalInbox, hangup_action, has_terminal
+from deploy.supervisor.standby import StandbyProcesses
 from deploy.supervisor.watchdog import Watchdog
 from proto import PROTOCOL_VERSION
 from proto.messages.lifecycle import (
@@ -159,10 +160,15 @@ class Supervisor:
         state = launch.state(os.getpid())
         reporter = ReloadReporter(run_dir, state, self._display, self._notifier)
         self._reload = Reload(context, reporter)
+        self._standby = StandbyProcesses(
+            self._children, self._epochs, self._recovery, config.reliability, self._display
+        )
 
     def _start(self, boot: ProcessBoot) -> None:
         """Start a process; it waits for the processes that it depends on. Raises StartError."""
         child = self._children.start(boot)
+        if child.is_prepared:
+            self._display.event(child.name, f"(pid {child.pid}) was on standby and takes the place")
         if self._drain is not None and boot.role == "api_server":
             child.send(Drain())
 
@@ -171,17 +177,18 @@ class Supervisor:
     def _run_loop(self, signals: SignalInbox) -> None:
         """Run until all processes have exited after a shutdown."""
         self._poller.add(signals.fileno())
-        while self._children.running or self._shutdown is None:
+        children = self._children
+        while children.running or children.standby or self._shutdown is None:
             self._poller.wait(self._seconds_to_sleep())
             self._notifier.send_heartbeat(self._watchdog.can_recover)
             for number in signals.receive():
                 self._handle_signal(number)
-            for child in list(self._children.running):
+            for child in (*children.running, *children.standby):
                 self._handle_messages(child)
                 if child.has_ended():
                     self._handle_messages(child)  # messages that arrived since the last line
                     self._handle_exit(child)
-            reap_adopted(self._children.all_pids())
+            reap_adopted(children.all_pids())
             if self._drain is not None and self._shutdown is None:
                 self._drain.report_begin()
                 if self._drain.done:
@@ -192,6 +199,7 @@ class Supervisor:
                 self._continue_reload()
                 self._restart_dead_processes()
                 self._remove_hung_processes()
+                self._manage_standby()
 
     def _seconds_to_sleep(self) -> float | None:
         """Return the seconds until something is due without an event; None for never."""
@@ -202,6 +210,7 @@ class Supervisor:
             limits.append(self._recovery.seconds_to_next_restart())
             limits.append(self._watchdog.seconds_to_next_check())
             limits.append(self._reload.seconds_to_next_step())
+            limits.append(self._standby.seconds_to_next_start())
             if self._drain is not None:
                 limits.append(self._drain.seconds_to_next_step())
         return min((limit for limit in limits if limit is not None), default=None)
@@ -220,8 +229,9 @@ class Supervisor:
     def _handle_messages(self, child: Child) -> None:
         for message in child.receive():
             self._watchdog.note_message(child, message)
+            self._standby.note_message(child, message)
             self._handle_message(child, message)
-        if child.fatal_error is not None and not self._serving:
+        if child.fatal_error is not None and child.has_place and not self._serving:
             self._handle_failure(child)
 
     def _handle_message(self, child: Child, message: Any) -> None:
@@ -272,7 +282,9 @@ class Supervisor:
         self._children.remove(child)
         if child.role == "api_server":
             remove_pixels(self._run_dir, child.index)
-        if self._serving and self._reload.note_death(child):
+        if not child.has_place:
+            self._standby.note_death(child)
+        elif self._serving and self._reload.note_death(child):
             pass  # the process belonged to a generation that starts or stops
         elif self._serving and self._recovery.can_restart(child):
             self._recovery.note_death(child)
@@ -307,15 +319,24 @@ class Supervisor:
         """Ping processes and kill those that hang, after the others have disconnected from them."""
         running = self._children.running
         watched = [child for child in running if not self._reload.is_stopping(child)]
-        for child in self._watchdog.find_hung(watched):
+        for child in self._watchdog.find_hung([*watched, *self._children.standby]):
+            child.is_prepared = False
             self._disconnect(child)
             self._watchdog.begin_removal(child)
         self._watchdog.continue_removals()
-        self._watchdog.report_health(watched)
+        numbers = (self._standby.num_ready("engine_core"), self._standby.num_ready("worker"))
+        self._watchdog.report_health(watched, *numbers)
+
+    def _manage_standby(self) -> None:
+        """Start standby processes when nothing else is to be started, and end outdated ones."""
+        self._standby.discard_outdated()
+        is_calm = self._drain is None and not self._reload.under_way
+        if self._serving and is_calm and not self._recovery.has_outages:
+            self._standby.start_missing()
 
     def _disconnect(self, hung: Child) -> None:
         """Disconnect the other processes from one that will be killed, if it will be replaced."""
-        if self._serving and not self._reload.disconnect(hung):
+        if self._serving and hung.has_place and not self._reload.disconnect(hung):
             self._announce(self._recovery.disconnect(hung))
 
     def _announce(self, announcements: Sequence[Announcement]) -> None:
@@ -391,4 +412,5 @@ class Supervisor:
         self._notifier.report_stopping(limits.until_kill)
         for listener in (*self._launch.listeners, *self._launch.admin_listeners):
             listener.close()
+        self._standby.discard_all()
         self._shutdown = ShutdownSequence(self._children.running, limits)

@@ -3,6 +3,7 @@
 Once a hung process was killed, its exit is handled like any other (recovery.py, reload/).
 
     front ends                                          one hang detector
+    standby processes                                   one, without effect on readiness
     an engine and its workers                           one
     those of another generation (during a reload)       one, without effect on readiness
 
@@ -34,6 +35,7 @@ from proto.messages.lifecycle import (
     HealthStatus,
     NotReady,
     Ping,
+    Prepared,
     WaitingForRanks,
 )
 
@@ -70,6 +72,7 @@ _Group = tuple[int, int | None]
 """Generation and index of an engine."""
 _FRONT_ENDS: Final[_Group] = (0, None)
 """The group of front ends, which belong to no generation."""
+_STANDBY: Final[_Group] = (-1, None)
 
 
 class Watchdog:
@@ -112,7 +115,9 @@ class Watchdog:
         detector = self._detectors[group]
         if isinstance(message, Alive | EngineAlive):
             detector.note_answer(process)
-        elif isinstance(message, EngineReady | FrontEndReady):
+        elif isinstance(message, EngineReady | FrontEndReady) or (
+            isinstance(message, Prepared) and not child.has_place
+        ):
             detector.note_ready(process)
         elif isinstance(message, WaitingForRanks):
             detector.note_awaits_ranks(process)
@@ -158,9 +163,15 @@ class Watchdog:
         for removal in running.values():
             removal.send_due_signals()
 
-    def report_health(self, running: Sequence[Child]) -> None:
-        """Send the reasons why the daemon is not ready to front ends that do not know them."""
-        status = HealthStatus((*self._not_ready(), *self._recovery.not_ready()))
+    def report_health(
+        self, running: Sequence[Child], standby_engines: int = 0, standby_workers: int = 0
+    ) -> None:
+        """Send the reasons why the daemon is not ready to front ends that do not know them.
+
+        standby_engines, standby_workers: standby processes that are ready.
+        """
+        reasons = (*self._not_ready(), *self._recovery.not_ready())
+        status = HealthStatus(reasons, standby_engines, standby_workers)
         for child in running:
             if child.role != "api_server":
                 continue
@@ -188,7 +199,7 @@ class Watchdog:
         for key, child in now.items():
             if key not in self._watched:
                 group, process = key
-                self._detectors[group].watch(process)
+                self._detectors[group].watch(process, is_prepared=child.is_prepared)
                 self._watched[key] = child
 
     def _new_detector(self, group: _Group) -> HangDetector:
@@ -212,13 +223,15 @@ class Watchdog:
             if detector is not None:
                 yield from detector.not_ready()
         for child, removal in self._removals.items():
-            if self._epochs.is_current(child):
+            if child.has_place and self._epochs.is_current(child):
                 what = f"{child.name} hangs and is killed"
                 yield NotReady(what, removal.since, child.engine)
 
 
 def _key(child: Child) -> tuple[_Group, Process]:
     """Return the group of a process, and its role and index."""
+    if not child.has_place:
+        return _STANDBY, (child.role, child.index)
     is_front_end = child.role == "api_server"
     group = _FRONT_ENDS if is_front_end else (child.generation, child.engine)
     return group, (child.role, child.index)

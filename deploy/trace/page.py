@@ -23,25 +23,6 @@ from proto.codec import to_compact_json
 _SCRIPTS: Final = ("data.js", "view.js", "panels.js", "timeline.js", "input.js")
 _LEVEL: Final = 6
 
-_PAGE: Final = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-<script type="text/plain" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
-
 
 def render(
     condensed: Condensed, name: str, job_labels: Mapping[str, str] = MappingProxyType({})
@@ -57,7 +38,7 @@ def render(
     data += b"".join(_little_endian(kind, values) for _, kind, values in columns)
     script = "\n".join(_asset(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _PAGE.format(
+    page = _asset("page.html").format(
         title=html.escape(f"{name} - scheduler trace"),
         style=_asset("view.css"),
         body=_asset("view.html"),
@@ -65,6 +46,7 @@ def render(
         digest=digest,
         data=base64.b64encode(zlib.compress(data, _LEVEL)).decode(),
     )
+    return f"{page}\n"
 
 
 def _columns(condensed: Condensed) -> list[tuple[str, str, Sequence[float]]]:

@@ -2,7 +2,8 @@
 
 Start:
 
-supervisor ──ProcessBoot (inherited descriptor)──▶ every process
+supervisor ──ProcessBoot (inherited descriptor)──▶ every process ──Prepared──▶ supervisor
+supervisor ──TakePlace──▶ every process: at once, or when it replaces another (standby processes)
 worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker ──CacheReady──▶ engine
 engine ──EngineReady──▶ front ends and supervisor
 front end ──FrontEndReady──▶ supervisor
@@ -87,7 +88,11 @@ def process_name(role: Role, index: int) -> str:
 
 
 class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a process needs to start, read from an inherited descriptor.
+    """Everything a process needs to start.
+
+    A process reads one from an inherited descriptor, and prepares itself by it: it imports its
+    modules, a worker loads the weights. It runs by another, which TakePlace brings. The first one
+    of a standby process has no epochs, and an index among the standby processes of its role.
 
     role, index: which process this is ("worker", 0).
     epoch, worker_epoch, generation, incarnation: see the tables at the top of this file; of a
@@ -134,6 +139,17 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     weights_fd: int | None = None
 
     @property
+    def has_place(self) -> bool:
+        """Whether it is of a process that serves or will serve at once; not of a standby one."""
+        return self.epoch > 0
+
+    @property
+    def name(self) -> str:
+        """The name in titles and log lines, such as "worker 0" or "standby worker 0"."""
+        name = process_name(self.role, self.index)
+        return name if self.has_place else f"standby {name}"
+
+    @property
     def engine(self) -> int:
         """Index of the engine that a worker serves, or of this engine; 0 for a front end."""
         if self.role == "worker":
@@ -155,7 +171,17 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def starts_alone(self) -> bool:
         """Whether a worker starts after all engines have started with the daemon."""
-        return self.worker_epoch > self.config.parallel.data_parallel_size
+        return not self.has_place or (self.worker_epoch > self.config.parallel.data_parallel_size)
+
+
+class Prepared(msgspec.Struct, array_like=True, tag=63, frozen=True):
+    """A process has done what needs no place, and waits for one."""
+
+
+class TakePlace(msgspec.Struct, array_like=True, tag=64, frozen=True):
+    """Run as the process that `boot` names."""
+
+    boot: ProcessBoot
 
 
 class PlanBoot(msgspec.Struct, frozen=True, kw_only=True):
@@ -432,6 +458,10 @@ class PhaseClock:
         self._phases.append(StartPhase(what, now - self._last))
         self._last = now
 
+    def skip(self) -> None:
+        """Leave the time since the end of the last phase out."""
+        self._last = time.monotonic()
+
     @property
     def seconds(self) -> float:
         """Seconds since the start of the process."""
@@ -590,6 +620,7 @@ class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
     ready: whether the workers of this epoch are ready for steps.
     has_work: whether there is something to schedule.
     num_reports: reports about KV transfers received from workers of this epoch.
+    catches_up: whether requests that a crash has interrupted are not yet where they were.
     """
 
     worker_epoch: int
@@ -598,6 +629,7 @@ class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
     ready: bool = False
     has_work: bool = False
     num_reports: int = 0
+    catches_up: bool = False
 
 
 class WaitingForRanks(msgspec.Struct, array_like=True, tag=61, frozen=True):
@@ -628,9 +660,12 @@ class HealthStatus(msgspec.Struct, array_like=True, tag=38, frozen=True):
     """All reasons why the daemon or one of its engines is not ready now, for /health/ready.
 
     Replaces the last message. The daemon is ready as long as one engine is.
+    standby_engines, standby_workers: standby processes that are ready to replace another.
     """
 
     reasons: tuple[NotReady, ...] = ()
+    standby_engines: int = 0
+    standby_workers: int = 0
 
 
 class FrontEndStalled(msgspec.Struct, array_like=True, tag=34, frozen=True):
@@ -740,7 +775,8 @@ class DaemonState(msgspec.Struct, frozen=True):
 
 
 ToSupervisor = (
-    EngineReady
+    Prepared
+    | EngineReady
     | FrontEndReady
     | Progress
     | Notice
@@ -766,7 +802,8 @@ ToSupervisor = (
 
 
 FromSupervisor = (
-    Shutdown
+    TakePlace
+    | Shutdown
     | NewEngine
     | NewWorkers
     | NewFrontEnd

@@ -1,11 +1,17 @@
 """Start and exit of engine, workers and front ends. Start reading at `run`.
 
-A child process reads its boot message from the inherited descriptor, sets its title, ignores
+A child process reads its first boot message from the inherited descriptor, sets its title, ignores
 SIGINT, prints the stacks of all threads on SIGUSR1, exits when the supervisor is gone, and reports
 the error that ends it.
+
+    boot message ─▶ prepare: imports, weights ─ Prepared ─▶ supervisor ─ TakePlace ─▶ main
+
+A process with a place finds TakePlace when it has prepared itself. A standby process waits for it,
+and prepares itself at low priority.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -15,6 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import zmq
@@ -22,40 +29,93 @@ import zmq
 from proto import PROTOCOL_VERSION
 from proto.codec import MessageDecoder
 from proto.errors import ErrorInfo, ProtocolError
-from proto.messages.lifecycle import Fatal, FromSupervisor, ProcessBoot, process_name
+from proto.messages.lifecycle import (
+    Alive,
+    Fatal,
+    FromSupervisor,
+    Ping,
+    Prepared,
+    ProcessBoot,
+    Shutdown,
+    TakePlace,
+)
 from proto.runtime.log_lines import formatter, guard_output
 from proto.runtime.run_directory import RunDirectory
-from proto.runtime.sockets import Link, supervisor_path
+from proto.runtime.sockets import Link, Poller, supervisor_path
 
 logger = logging.getLogger("tokend.process")
 
 _FATAL_SECONDS = 1.0
 _ORPHAN_WAIT_SECONDS = 1.0
+_LOWEST_PRIORITY: Final = 19
 
 Main = Callable[[ProcessBoot, Link], None]
-"""Runs a process until it is asked to stop: (boot, link to the supervisor)."""
+"""Runs a process in its place until it is asked to stop: (boot, link to the supervisor)."""
+Prepare = Callable[[ProcessBoot, Link], Main]
+"""Does what a process needs no place for, and returns what runs it in its place."""
 
 
-def run(main: Main) -> None:
-    """Run `main` as a child of the supervisor and exit with its status."""
+def run(prepare: Prepare) -> None:
+    """Prepare a child of the supervisor, run it in its place, and exit with its status."""
     boot = _read_boot()
     directory = RunDirectory.join(boot.run_dir)
     _set_up_process(boot, directory)
     context = zmq.Context()
     supervisor = Link.connect(
-        supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation),
+        supervisor_path(
+            boot.run_dir, boot.role, boot.index, boot.incarnation, has_place=boot.has_place
+        ),
         FromSupervisor,
         context,
     )
     status = 0
     try:
-        main(boot, supervisor)
+        main = (prepare if boot.has_place else _at_low_priority(prepare))(boot, supervisor)
+        supervisor.send(Prepared())
+        if (placed := _await_place(supervisor)) is not None:
+            boot = placed
+            _set_name(boot)
+            main(boot, supervisor)
     except Exception as error:  # report any error to the supervisor
         status = 1
         supervisor.send(Fatal(boot.role, boot.index, describe(error, boot.index)))
     supervisor.close(_FATAL_SECONDS)
     context.term()  # wait until the message is sent; close() alone does not
     _exit(status, directory)
+
+
+def _at_low_priority(prepare: Prepare) -> Prepare:
+    """Return `prepare` in a thread of low priority, after which little garbage is collected.
+
+    Of a process that has lowered its own priority only root could raise it again.
+    """
+
+    def run_in_thread(boot: ProcessBoot, supervisor: Link) -> Main:
+        with ThreadPoolExecutor(1, initializer=_lower_priority) as threads:
+            main = threads.submit(prepare, boot, supervisor).result()
+            threads.submit(freeze_heap).result()
+            return main
+
+    return run_in_thread
+
+
+def _lower_priority() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+
+
+def _await_place(supervisor: Link) -> ProcessBoot | None:
+    """Wait for a place, and answer pings meanwhile; return None for `Shutdown`."""
+    poller = Poller([supervisor])
+    while True:
+        poller.wait()
+        for message in supervisor.receive(1):  # those that follow are for `main`
+            if isinstance(message, TakePlace):
+                return message.boot
+            if isinstance(message, Shutdown):
+                return None
+            if isinstance(message, Ping):
+                supervisor.send(Alive())
 
 
 def set_title(title: str) -> None:
@@ -116,16 +176,21 @@ def _read_boot() -> ProcessBoot:
 
 def _set_up_process(boot: ProcessBoot, directory: RunDirectory) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name = process_name(boot.role, boot.index)
-    guard_output(name, boot.config.frontend.log_format)
+    _set_name(boot)
     faulthandler.register(signal.SIGUSR1)  # works even if no Python code can run
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(boot.config.frontend.log_format, name))
-    logging.basicConfig(level=boot.config.frontend.log_level.upper(), handlers=[handler])
-    set_title(f"tokend: {name}")
     threading.Thread(
         target=_exit_with_supervisor, args=(boot.death_fd, directory), daemon=True
     ).start()
+
+
+def _set_name(boot: ProcessBoot) -> None:
+    """Put the name of the process into its title and the lines that it writes."""
+    config = boot.config.frontend
+    guard_output(boot.name, config.log_format)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(config.log_format, boot.name))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
+    set_title(f"tokend: {boot.name}")
 
 
 def _exit_with_supervisor(death_fd: int, directory: RunDirectory) -> None:

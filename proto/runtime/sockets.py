@@ -8,6 +8,7 @@ reported as stalled.
 
     worker 0  ── e1.w0 ──  engine  ── e1.a0.0 ──  front end 0  ── p0.1 ──  front end 1
     supervisor  ── s.worker0.0, s.engine_core0.0, s.api_server0.0 ── each process
+    supervisor  ── s.standby-worker0.0 ── a standby process, also after it has replaced another
 """
 
 import contextlib
@@ -68,9 +69,15 @@ def kv_events_path(run_dir: str, epoch: int, key: str) -> str:
     return os.path.join(run_dir, f"e{epoch}.{'kv' if key == 'endpoint' else 'kvr'}")
 
 
-def supervisor_path(run_dir: str, role: str, index: int, incarnation: int) -> str:
-    """Return the socket path between the supervisor and an incarnation of a process."""
-    return os.path.join(run_dir, f"s.{role}{index}.{incarnation}")
+def supervisor_path(
+    run_dir: str, role: str, index: int, incarnation: int, *, has_place: bool = True
+) -> str:
+    """Return the socket path between the supervisor and an incarnation of a process.
+
+    has_place: whether it has had a place since its start; else it was a standby process.
+    """
+    kind = role if has_place else f"standby-{role}"
+    return os.path.join(run_dir, f"s.{kind}{index}.{incarnation}")
 
 
 class Link:
@@ -144,14 +151,15 @@ class Link:
             self._pending_bytes -= len(self._pending.popleft())
         return True
 
-    def receive(self) -> list[Any]:
+    def receive(self, most: int | None = None) -> list[Any]:
         """Return all messages that have arrived; undecodable ones are counted and dropped.
 
         ZMQ closes the connection of a peer that sends a frame above MAX_MESSAGE_BYTES.
+        most: how many to return at most; the others stay for later calls.
         """
         messages: list[Any] = []
         # Check first: the exception for "no message" is slower than receiving one.
-        while int(self._socket.getsockopt(_EVENTS)) & _READABLE:
+        while len(messages) != most and int(self._socket.getsockopt(_EVENTS)) & _READABLE:
             try:
                 messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
             except ProtocolError as error:

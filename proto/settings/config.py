@@ -65,6 +65,8 @@ PARTS: Final[Mapping[str, tuple[Kind, tuple[str, ...]]]] = {
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
 MAX_DATA_PARALLEL_SIZE: Final = 64
+MAX_STANDBY_PROCESSES: Final = 16
+"""Of each role."""
 
 
 def memory_size(num_bytes: int) -> str:
@@ -542,12 +544,23 @@ class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without progress after which a process is killed and restarted; 0: never."""
     start_timeout: float = 600.0
     """Seconds without progress after which a starting process is killed; 0: never."""
+    standby_engines: int = 0
+    """Started engine processes without requests, which replace one that dies at once."""
+    standby_workers: int = 0
+    """Workers with the weights and without an engine, which replace one that dies at once; needs
+    weights that workers share in memory."""
     enable_fault_injection: bool = False
     """Inject the faults listed in the environment variable TOKEND_FAULTS; for tests."""
     shutdown_timeout: float = 30.0
     """Seconds for requests to finish after SIGTERM; then the rest is aborted."""
     reload_strategy: Literal["auto", "side-by-side", "in-place"] = "auto"
     """Start the new engine beside the old one or after it; auto: by available memory."""
+
+    @property
+    def standby(self) -> str:
+        """The standby processes in words, such as "1 engine, 2 workers"; "" for none."""
+        numbers = (("engine", self.standby_engines), ("worker", self.standby_workers))
+        return ", ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in numbers if n)
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):

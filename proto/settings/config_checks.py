@@ -17,6 +17,7 @@ from proto.messages.lifecycle import LEAST_STATE_SLOTS
 from proto.messages.prepared_model import VisionFacts
 from proto.settings.config import (
     MAX_DATA_PARALLEL_SIZE,
+    MAX_STANDBY_PROCESSES,
     MAX_TENSOR_PARALLEL_SIZE,
     SECRET_FIELDS,
     CacheConfig,
@@ -61,6 +62,8 @@ _AT_MOST: Final = {
     "api_server_count": MAX_FRONT_ENDS,
     "tensor_parallel_size": MAX_TENSOR_PARALLEL_SIZE,
     "data_parallel_size": MAX_DATA_PARALLEL_SIZE,
+    "standby_engines": MAX_STANDBY_PROCESSES,
+    "standby_workers": MAX_STANDBY_PROCESSES,
 }
 _NOT_NEGATIVE: Final = frozenset(
     {
@@ -68,7 +71,7 @@ _NOT_NEGATIVE: Final = frozenset(
         *("peak_tflops", "peak_memory_gbps", "max_num_queued_reqs", "max_num_queued_tokens"),
         *("queue_timeout", "sse_keep_alive", "max_stored_responses_mib", "stored_response_seconds"),
         *("grammar_cache_entries", "grammar_cache_bytes", "max_restarts", "shutdown_timeout"),
-        *("step_timeout", "start_timeout"),
+        *("step_timeout", "start_timeout", "standby_engines", "standby_workers"),
     }
 )
 _MAY_BE_INFINITE: Final = frozenset(("step_timeout", "start_timeout"))
@@ -109,6 +112,7 @@ def validate(config: ServeConfig) -> None:
     config.speculation.parsed()
     config.trace.parsed_profiler()
     _check_reliability(config.reliability, config.cache)
+    _check_standby(config)
     _check_retention(config)
     _check_routed_experts(config)
     _check_lora(config)
@@ -308,6 +312,27 @@ def _check_reliability(reliability: ReliabilityConfig, cache: CacheConfig) -> No
         raise ConfigError(
             "--reload-strategy side-by-side runs two engines at a time, which cannot both publish "
             "at the endpoints of --kv-events-config: give ipc, or another strategy"
+        )
+
+
+def _check_standby(config: ServeConfig) -> None:
+    """Refuse standby processes that could never replace another."""
+    reliability = config.reliability
+    for field in ("standby_engines", "standby_workers"):
+        if getattr(reliability, field) and not reliability.max_restarts:
+            raise ConfigError(
+                f"{flag_name(field)} needs restarts, and --max-restarts 0 forbids them"
+            )
+    if not reliability.standby_workers:
+        return
+    if config.device.device == "cuda":
+        raise ConfigError(
+            "--standby-workers needs --device cpu: workers on GPUs do not share their weights"
+        )
+    if (size := config.parallel.tensor_parallel_size) > 1:
+        raise ConfigError(
+            "--standby-workers replaces one worker, and all ranks of a model are restarted "
+            f"together: --tensor-parallel-size 1 is needed, got {size}"
         )
 
 

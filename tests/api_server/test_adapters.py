@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api_server.live_view.events import EncodedView, SubscriberScope
+from api_server.live_view import EncodedView, SubscriberScope
 from proto.errors import ErrorInfo
 from proto.messages.engine_io import FinishReason
 from proto.messages.lora import AdapterCard, AdapterUsage

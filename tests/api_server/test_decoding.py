@@ -19,8 +19,8 @@ from api_server.protocol.messages.request import CountTokensRequest, MessagesReq
 from api_server.protocol.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from api_server.protocol.responses.compaction import CompactionRequest
 from api_server.protocol.responses.request import ResponsesRequest
-from api_server.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 from api_server.routes.admin import AbortBody
+from api_server.routes.tokenizer import Detokenize, TokenizeChat, TokenizeText
 from proto.errors import InvalidRequestError
 
 MODELS = [

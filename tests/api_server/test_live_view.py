@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from api_server.live_view import publisher
-from api_server.live_view.events import rate
-from api_server.live_view.publisher import MAX_UNREAD
+from api_server.live_view import MAX_UNREAD, rate
 from proto.messages.stats import KVTier
 from proto.messages.view import (
     CACHED,
@@ -298,7 +296,7 @@ async def test_a_subscriber_that_does_not_read_alone_is_disconnected(
 async def test_the_number_of_subscribers_is_limited(
     start: StartFrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "MAX_SUBSCRIBERS", 1)
+    monkeypatch.setattr("api_server.live_view.MAX_SUBSCRIBERS", 1)
     async with start() as front_end:
         async with watching(front_end) as stream:
             await stream.next()

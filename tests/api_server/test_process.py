@@ -27,6 +27,7 @@ from proto.messages.lifecycle import (
     Ping,
     Restarted,
     Shutdown,
+    TakePlace,
     ToSupervisor,
 )
 from proto.messages.prepared_model import PreparedModel
@@ -90,11 +91,14 @@ async def running(
         cwd=ROOT,
         stderr=stderr,
     )
+    supervisor.send(TakePlace(boot))
     os.close(death)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS) as http:
             process = Process(child, supervisor, engine, http, [alive])
+            while child.poll() is None and not supervisor.flush():
+                await asyncio.sleep(0.01)  # until it has connected
             yield process
             process.abandon()
     finally:

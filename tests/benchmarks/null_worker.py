@@ -137,4 +137,4 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda boot, supervisor: main)

@@ -135,11 +135,20 @@ def complete(daemon: Daemon, prompt: str) -> httpx.Response:
     return httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=240)
 
 
-def test_a_request_that_crashes_two_engines_runs_alone_and_ends() -> None:
-    """The third engine that it crashes runs nothing else; other requests are served meanwhile."""
-    faults = {"TOKEND_FAULTS": "engine0:raise@1x2,engine1:raise@1x2"}
+@pytest.mark.parametrize(
+    "faults",
+    [
+        "engine0:raise@1x2,engine1:raise@1x2",
+        "worker0:raise@1x2,worker1:raise@1x2",
+        "engine0:kill@1x2,worker0:kill@1,worker1:kill@1x2",
+    ],
+    ids=["engines", "workers", "both"],
+)
+def test_a_request_that_crashes_two_engines_runs_alone_and_ends(faults: str) -> None:
+    """The third engine that it crashes runs nothing else; others are served after that."""
     flags = ("--data-parallel-size", "2", "--enable-fault-injection")
-    with Daemon(*flags, environment=faults) as daemon, ThreadPoolExecutor() as pool:
+    environment = {"TOKEND_FAULTS": faults}
+    with Daemon(*flags, environment=environment) as daemon, ThreadPoolExecutor() as pool:
         poison = pool.submit(complete, daemon, "The sea is")
         assert poison.result().status_code == 500
         assert "crashed 3 times" in poison.result().json()["error"]["message"]

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.chat_translation import PASSED as PASSED_BY_MESSAGES
 from api_server.protocol.common import GenerationRequest
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import (
@@ -24,7 +25,6 @@ from api_server.protocol.fields import (
     VLLM,
 )
 from api_server.protocol.infill import InfillRequest
-from api_server.protocol.messages.request import PASSED as PASSED_BY_MESSAGES
 from api_server.protocol.messages.request import MessagesRequest
 from api_server.protocol.pooling import (
     ClassificationRequest,

@@ -83,6 +83,15 @@ def test_a_daemon_with_keys_is_not_asked_without_one(
         assert daemons.ps([], with_key) == 0
         row = capsys.readouterr().out.splitlines()[1]
         assert row.endswith("ready; engine 1: worker 1 rests for 9 s; engine 2: missing")
+        for numbers, shown in (
+            (b'{"engine": 1, "worker": 0}', "1 engine"),
+            (b'{"engine": 1, "worker": 2}', "1 engine, 2 worker"),
+            (b'{"engine": 0, "worker": 0}', "none yet"),
+        ):
+            missing = b', "standby": ' + numbers
+            assert daemons.ps([], with_key) == 0
+            row = capsys.readouterr().out.splitlines()[1]
+            assert row.endswith(f"ready; on standby: {shown}")
         server.shutdown()
     directory.leave()
 

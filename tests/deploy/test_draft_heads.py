@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from deploy.environment import HostEnvironment
-from deploy.models import draft_head, torch_file
+from deploy.models import hf_folder, torch_file
 from deploy.models.store import prepared_draft_model
 from proto.errors import ModelError
 from proto.messages.prepared_model import TensorEntry
@@ -28,7 +28,7 @@ def around(tmp_path: Path) -> HostEnvironment:
 
 
 def names_of(folder: Path) -> list[str]:
-    contents = draft_head.read(str(folder), lambda _: None)
+    contents = hf_folder.read_head(str(folder), lambda _: None)
     return sorted(entry.name for entry in contents.tensors.tensors)
 
 
@@ -62,7 +62,7 @@ def test_a_file_of_torch_is_read_where_it_is(dtype: torch.dtype, tmp_path: Path)
     whole = torch.randn(10, 4).to(dtype)
     tensors["part"] = whole[3:7]  # shares a storage
     folder = save_head(tmp_path, config, tensors, pickled=True)
-    index = draft_head.read(str(folder), lambda _: None).tensors
+    index = hf_folder.read_head(str(folder), lambda _: None).tensors
     files, found = TensorFiles(index), {entry.name: entry for entry in index.tensors}
     assert torch.equal(files.read(found["fc.weight"]), tensors["fc.weight"])
     assert torch.equal(files.read(found["part"]), whole[3:7])
@@ -119,7 +119,7 @@ def test_a_folder_that_is_no_head_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(head_config("eagle")))
     save_file({"lm_head.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"no tensor fc\.weight"):
-        draft_head.read(str(tmp_path), lambda _: None)
+        hf_folder.read_head(str(tmp_path), lambda _: None)
 
 
 @pytest.mark.parametrize("pickled", [False, True])

@@ -29,6 +29,8 @@ from tests.fakes.vision_ggufs import TEXTS, write_grid_mmproj, write_language_mo
 from worker.loader.vision import load_vision
 from worker.models.registry import read_config
 
+pytestmark = pytest.mark.suite("long")
+
 __all__ = ["around"]
 PAIR = ("tiny.gguf", "mmproj-tiny-f16.gguf")
 WINDOWS = {"vision_config": {"window_size": 112}}

@@ -271,3 +271,31 @@ def test_zero_limits_disable_hang_detection() -> None:
     watch.wait(100_000)
     assert watch.hung() == []
     assert watch.detector.not_ready() == []
+
+
+def test_standby_processes_are_pinged_workers_too() -> None:
+    """No engine judges them. While they start, the longer limit holds."""
+    now = 1000.0
+    limits = HangLimits.of(ReliabilityConfig(step_timeout=STEP, start_timeout=START))
+    detector = HangDetector(limits, lambda: now, engine=None)
+    detector.watch(WORKER)
+    detector.watch(SECOND)
+    assert detector.pop_due_pings() == [WORKER, SECOND]
+    detector.note_ready(WORKER)
+    for _ in range(13):
+        now += limits.interval
+        detector.find_hangs()
+    assert [each.process for each in detector.find_hangs()] == [WORKER]
+    assert detector.pop_due_pings() == [], "one ping at a time"
+
+
+def test_what_was_a_standby_process_starts_within_the_limit_of_a_step() -> None:
+    now = 1000.0
+    limits = HangLimits.of(ReliabilityConfig(step_timeout=STEP, start_timeout=START))
+    detector = HangDetector(limits, lambda: now)
+    detector.watch(ENGINE, is_prepared=True)
+    assert detector.pop_due_pings() == [ENGINE]
+    for _ in range(13):
+        now += limits.interval
+        found = detector.find_hangs()
+    assert [each.flag for each in found] == ["--step-timeout"]

@@ -41,6 +41,7 @@ from proto.settings.config import (
     LogLevel,
     ModelConfig,
     ParallelConfig,
+    ReliabilityConfig,
     ServeConfig,
 )
 from proto.settings.generation_config import GenerationDefaults
@@ -176,6 +177,7 @@ class TestReady:
         config = ServeConfig(
             model=ModelConfig(served_model_name=("it's mine",)),
             frontend=FrontEndConfig(api_key="hush", log_level="debug", log_format=log_format),
+            reliability=ReliabilityConfig(standby_engines=1, standby_workers=2),
         )
         url = "http://127.0.0.1:81"
         readiness = Readiness(1, 1)
@@ -206,6 +208,7 @@ class TestReady:
             assert (first["device"], first["kernels"]) == ("some cpu", "amx, avx2")
             assert first["drafts"] == "suffix, up to 16 tokens a step"
             assert first["kv_cache_grows"] is True
+            assert first["standby"] == "1 engine, 2 workers"
             assert first["sampling"] == "top_p 0.9 (a file); not applied: typical_p"
             assert timings["level"] == "DEBUG"
             assert timings["message"].startswith("started in 3.2")
@@ -213,6 +216,7 @@ class TestReady:
         assert text.startswith(f"{ready}\n")
         assert text.endswith("\n  Ctrl-C stops")
         assert "  length    up to 8,192 tokens," in text
+        assert "  standby   1 engine, 2 workers, started" in text
         assert "  runs on   some cpu\n  kernels   amx, avx2\n" in text
         assert "  KV cache  grows as it is used, up to 1.50 GiB for 11,008 tokens; --kv" in text
         blocks = CacheConfig(num_gpu_blocks_override=9)

@@ -11,7 +11,7 @@ import pytest
 
 from api_server.text.chat_template import find_chat_templates, read_chat_template
 from api_server.text.tokenizer import special_token_texts
-from deploy.models import draft_head, gguf_header, hf_folder, safetensors_header, tiktoken_file
+from deploy.models import gguf_header, hf_folder, safetensors_header, tiktoken_file
 from deploy.models.pooler_files import read_pooler
 from proto.errors import ModelError
 from proto.messages.prepared_model import open_model_file, read_model_file
@@ -73,7 +73,7 @@ def test_every_file_of_a_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (tmp_path / name).unlink(missing_ok=True)
     fifo(tmp_path / name)
-    for read in (hf_folder.read, draft_head.read):
+    for read in (hf_folder.read, hf_folder.read_head):
         with pytest.raises(ModelError, match=f"{name} is a FIFO"):
             read(str(tmp_path), lambda what: None)
 

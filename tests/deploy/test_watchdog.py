@@ -35,6 +35,7 @@ class Child:
         self.name = process_name(role, index)
         self.engine = None if role == "api_server" else index // 2 if role == "worker" else index
         self.generation = generation or 1 + (self.engine or 0)
+        self.has_place, self.is_prepared = True, False
         self.messages: list[Any] = []
         self.actions: list[str] = []
         self.ended = False

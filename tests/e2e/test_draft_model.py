@@ -20,7 +20,7 @@ import torch
 from tests.e2e.daemon import TOKEND, Daemon, eventually
 from tests.e2e.reference import packaged_model, save_random
 
-pytestmark = pytest.mark.suite("daemons")
+pytestmark = pytest.mark.suite("settings")
 NUM_LAYERS = 60
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "8", "--reload-strategy", "in-place")
 BODIES: list[dict[str, Any]] = [

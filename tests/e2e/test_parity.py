@@ -1,7 +1,8 @@
 """Greedy tokens of the packaged model in float32 equal transformers' on the same file.
 
-22 prompts are completed concurrently, with preemption, also by priority; with a budget of 64 tokens
-a step; and while half of them are aborted. Every third is completed alone, and over prefix hits.
+22 prompts are completed concurrently, with preemption by priority; with a budget of 64 tokens a
+step; and while half of them are aborted. Every third is completed alone, over prefix hits, and with
+preemption.
 """
 
 import asyncio
@@ -137,12 +138,14 @@ async def test_a_small_token_budget_does_not_change_tokens(
 async def test_preemption_does_not_change_tokens(
     reference: Reference, token_prompts: list[list[int]]
 ) -> None:
-    with Daemon("--dtype", "float32", "--num-gpu-blocks-override", "180") as daemon:
-        outputs = await complete_concurrently(daemon, token_prompts)
+    """The prompts and their outputs need 143 blocks."""
+    some = token_prompts[::3]
+    with Daemon("--dtype", "float32", "--num-gpu-blocks-override", "100") as daemon:
+        outputs = await complete_concurrently(daemon, some)
         preemptions = daemon.metric("vllm:num_preemptions_total")
     assert preemptions > 0
     print(f"{preemptions:.0f} preemptions")
-    assert_greedy_tokens(reference, token_prompts, outputs)
+    assert_greedy_tokens(reference, some, outputs)
 
 
 @pytest.mark.suite("parity")

@@ -22,6 +22,7 @@ from proto.messages.lifecycle import (
     InitializeCache,
     NewWorkers,
     Shutdown,
+    TakePlace,
     ToSupervisor,
     WorkerReady,
 )
@@ -90,6 +91,7 @@ class EngineProcess:
             [sys.executable, "-P", "-m", "engine_core", "--boot-fd", str(descriptor)],
             pass_fds=(descriptor, death),
         )
+        self.supervisor.send(TakePlace(boot))
         os.close(descriptor)
         os.close(death)
 

@@ -1,7 +1,8 @@
 """The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
 
 The behaviours may include the settings `max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X`,
-`reload_strategy=S`, `api_server_count=N` and `data_parallel_size=N`; `patience=X`, the seconds from
+`reload_strategy=S`, `api_server_count=N`, `data_parallel_size=N`, `standby_engines=N` and
+`standby_workers=N`; `patience=X`, the seconds from
 Shutdown to SIGKILL; and `model=broken`, a model that a reload fails to prepare, or `model=changed`,
 one whose files a reload finds changed. Prints the ready line of `tokend serve` and ends like it.
 """
@@ -32,6 +33,8 @@ def main(run_parent: str, choices: list[str]) -> int:
         max_restarts=int(behaviours.pop("max_restarts", 8)),
         step_timeout=float(behaviours.pop("step_timeout", 60)),
         shutdown_timeout=float(behaviours.pop("shutdown_timeout", 30)),
+        standby_engines=int(behaviours.pop("standby_engines", 0)),
+        standby_workers=int(behaviours.pop("standby_workers", 0)),
         reload_strategy=behaviours.pop("reload_strategy", "side-by-side"),  # type: ignore[arg-type]
     )
     seconds = float(behaviours.pop("patience", ON_REQUEST.until_kill))

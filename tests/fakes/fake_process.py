@@ -6,6 +6,8 @@ bad_model        fails because of its model while starting
 bad_model_later  the same, but only from its second incarnation on
 bad_model_of_1   the same, but only those of the second process
 bad_model_once   the same, but only in its second incarnation
+bad_standby      good; fails as a standby process, before it has a place
+slow_standby     good; as a standby process it is never prepared
 exits            ends without an error message, status 3, while starting
 mute             never reports ready
 busy             good; its first incarnation has two requests in flight until SIGUSR2
@@ -21,6 +23,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -60,6 +64,14 @@ from proto.runtime.sockets import Link, Poller
 
 POLL_SECONDS: Final = 0.02
 """A signal just before the poll does not end it: Python's handler runs when the poll has ended."""
+
+
+def prepare(boot: ProcessBoot, supervisor: Link, behaviour: str) -> process.Main:
+    if not boot.has_place and behaviour == "bad_standby":
+        raise RuntimeError("no standby today")
+    if not boot.has_place and behaviour == "slow_standby":
+        threading.Event().wait()
+    return partial(main, behaviour=behaviour)
 
 
 def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
@@ -202,4 +214,4 @@ def _report_ready(boot: ProcessBoot, supervisor: Link) -> None:
 
 if __name__ == "__main__":
     chosen = sys.argv.pop(1)
-    process.run(lambda boot, supervisor: main(boot, supervisor, chosen))
+    process.run(partial(prepare, behaviour=chosen))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from deploy.models import draft_head
+from deploy.models import hf_folder
 from proto.messages.prepared_model import PreparedModel
 from tests.fakes.prepared_models import prepare
 
@@ -106,5 +106,5 @@ def save_head(
 
 def prepare_head(folder: Path) -> PreparedModel:
     """Prepare a head's folder as `deploy` does."""
-    contents = draft_head.read(str(folder), lambda _: None)
+    contents = hf_folder.read_head(str(folder), lambda _: None)
     return prepare(folder / "prepared", dict(contents.config), contents.tensors, name=folder.name)

@@ -696,6 +696,14 @@ DEPLOY = (
         ("tests/deploy/test_recovery.py",),
     ),
     Fault(
+        "standby_process_starts_beside_a_late_engine",
+        "deploy/supervisor/standby.py",
+        "            if message.ready and not message.catches_up:\n",
+        "            if message.ready:\n",
+        "The start of the next standby process takes cores from the requests that it was for.",
+        ("tests/deploy/test_standby.py",),
+    ),
+    Fault(
         "hung_worker_not_found",
         "deploy/supervisor/hang_detector.py",
         "                owes = index - self._first_worker in report.awaits\n",

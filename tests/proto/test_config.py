@@ -1,5 +1,8 @@
 """Invalid settings raise an error that names the parameter."""
 
+import re
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -328,3 +331,42 @@ def test_ports_of_kv_events_that_engines_cannot_have_are_refused(
         validate(with_engines(3, **events))
     assert error.value.param == "kv_events_config"
     validate(with_engines(1, **events))
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "message"),
+    [
+        (
+            {"device": DeviceConfig(device="cuda")},
+            "standby_workers",
+            "--standby-workers needs --device cpu: workers on GPUs do not share their weights",
+        ),
+        (
+            {"parallel": ParallelConfig(tensor_parallel_size=2)},
+            "standby_workers",
+            "--standby-workers replaces one worker, and all ranks of a model are restarted "
+            "together: --tensor-parallel-size 1 is needed, got 2",
+        ),
+        ({"max_restarts": 0}, "standby_workers", "needs restarts, and --max-restarts 0 forbids"),
+        ({"max_restarts": 0}, "standby_engines", "needs restarts, and --max-restarts 0 forbids"),
+        ({"number": -1}, "standby_engines", "--standby-engines must be 0 or more"),
+        ({"number": 17}, "standby_workers", "--standby-workers must be at most 16"),
+    ],
+)
+def test_standby_processes_that_could_replace_none_are_refused(
+    settings: dict[str, Any], field: str, message: str
+) -> None:
+    rest = dict(settings)
+    numbers = {field: rest.pop("number", 1), "max_restarts": rest.pop("max_restarts", 8)}
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        validate(ServeConfig(reliability=ReliabilityConfig(**numbers), **rest))
+    assert caught.value.param == field
+
+
+def test_standby_engines_go_with_every_device_and_number_of_ranks() -> None:
+    reliability = ReliabilityConfig(standby_engines=2)
+    parallel, device = ParallelConfig(tensor_parallel_size=2), DeviceConfig(device="cuda")
+    validate(ServeConfig(reliability=reliability, parallel=parallel, device=device))
+    assert reliability.standby == "2 engines"
+    assert ReliabilityConfig(standby_engines=1, standby_workers=3).standby == "1 engine, 3 workers"
+    assert ReliabilityConfig().standby == ""

@@ -52,6 +52,7 @@ from proto.messages.lifecycle import (
     OldEngineIdle,
     Paused,
     Ping,
+    Prepared,
     ProcessBoot,
     ProcessStart,
     ProfileFrontEnds,
@@ -62,6 +63,7 @@ from proto.messages.lifecycle import (
     StartPhase,
     Switched,
     SwitchEngine,
+    TakePlace,
     ToSupervisor,
     WaitingForRanks,
     WeightFormatMemory,
@@ -89,6 +91,7 @@ from proto.messages.stats import KVEviction, SchedulerStats
 from proto.messages.view import BlockMap, EngineView, RequestView, Watch
 from proto.runtime.faults import Fault
 from proto.settings.config import ServeConfig
+from tests.fakes import lifecycle_messages
 from tests.fakes.events import first_events
 
 PARAMS = SamplingParams(
@@ -278,6 +281,8 @@ MESSAGES = [
         starts=(ProcessStart("worker", 0, (StartPhase("imports", 0.75),)),),
     ),
     FrontEndReady(1, (StartPhase("imports", 0.75),)),
+    Prepared(),
+    TakePlace(lifecycle_messages.boot("worker")),
     Progress("loading", 0.5),
     Notice("careful"),
     Fatal("worker", 1, ERROR),
@@ -292,8 +297,8 @@ MESSAGES = [
     Paused("freeze"),
     Ping(),
     Alive(),
-    EngineAlive(3, 100, (0, 2), True, True),
-    HealthStatus((NotReady("engine 0 is being restarted", 12.5),)),
+    EngineAlive(3, 100, (0, 2), True, True, 4, True),
+    HealthStatus((NotReady("engine 0 is being restarted", 12.5),), 1, 2),
     ProtocolViolation("worker", 1, 3, "it babbles"),
     WaitingForRanks(1),
     Drain(),

@@ -217,8 +217,21 @@ def test_paths_differ_by_epoch_and_incarnation():
         supervisor_path("/r", "worker", 0, 0),
         supervisor_path("/r", "worker", 0, 1),
         supervisor_path("/r", "engine_core", 0, 0),
+        supervisor_path("/r", "engine_core", 0, 0, has_place=False),
     ]
     assert len(set(paths)) == len(paths)
+
+
+def test_some_messages_can_be_left_for_later(pair):
+    bound, connected = pair()
+    for number in range(3):
+        connected.send(Abort(1, number, "disconnect"))
+    found = []
+    while len(found) < 3:
+        found += bound.receive(1)
+        assert Poller([bound]).wait(WAIT_SECONDS) or len(found) == 3
+    assert [each.request_id for each in found] == [0, 1, 2]
+    assert bound.receive(0) == []
 
 
 def test_a_path_too_long_for_the_kernel_is_refused_by_name(short_dir):

@@ -21,6 +21,8 @@ from worker.models.decoder import Decoder
 from worker.plan.draft_settings import draft_cache
 from worker.speculation.eagle_head import load_head, read_head
 
+pytestmark = pytest.mark.suite("long")
+
 TEXTS: Final[dict[str, dict[str, Any]]] = {
     "lfm2": {
         "model_type": "lfm2",

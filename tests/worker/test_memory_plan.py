@@ -24,6 +24,7 @@ from tests.worker.test_device import machine
 from worker import loaded_model
 from worker.cpu.device import CpuDevice
 from worker.cpu.kernels import Kernels
+from worker.host.device import STANDBY_ENGINE_BYTES, STANDBY_WORKER_BYTES
 from worker.loaded_model import load
 from worker.models.moe import MoeSpec
 from worker.models.registry import model_spec, spec_from_config
@@ -498,3 +499,35 @@ def test_engines_share_the_memory_and_the_cores_of_a_machine(
     assert GIB - plan.block_bytes < plan.pool_bytes <= GIB
     too_large = config_of("--data-parallel-size", "4", "--kv-cache-memory", "3G")
     assert not plan_memory(too_large, prepared, cpu_of(too_large, root)).fits
+
+
+@pytest.mark.parametrize("flags", [["--cpu-weights", "f32"], ["--model-impl", "transformers"]])
+def test_standby_workers_need_weights_that_workers_share(
+    flags: list[str], kernels: Kernels, tmp_path: Path
+) -> None:
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    config = config_of("--standby-workers", "1", *flags)
+    message = "--standby-workers needs weights that workers share in memory, and those of Llama"
+    with pytest.raises(ConfigError, match=message) as raised:
+        plan_memory(config, prepared, cpu_of(config, machine(tmp_path)))
+    assert raised.value.param == "standby_workers"
+
+
+def test_standby_processes_take_memory_of_the_pool(kernels: Kernels, tmp_path: Path) -> None:
+    """A worker has for itself what it does not share: here norms and the like."""
+    prepared, root = packaged_model(), machine(tmp_path)
+
+    def planned(*words: str) -> MemoryPlan:
+        config = config_of("--cpu-weights", "packed", *words)
+        return plan_memory(config, prepared, cpu_of(config, root))
+
+    alone = planned()
+    assert "standby processes" not in alone.work
+    engine, both = planned("--standby-engines", "1"), planned("--standby-workers", "2")
+    assert engine.work["standby processes"] == STANDBY_ENGINE_BYTES
+    own = both.work["standby processes"] // 2 - STANDBY_WORKER_BYTES
+    assert 0 <= own < alone.weights.total() / 10
+    assert both.num_blocks < engine.num_blocks < alone.num_blocks
+    shared = planned("--standby-engines", "1", "--data-parallel-size", "2", "--cpu-threads", "1")
+    assert shared.work["standby processes"] == STANDBY_ENGINE_BYTES // 2

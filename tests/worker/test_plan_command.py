@@ -73,13 +73,14 @@ def test_a_plan_names_the_load(tmp_path: Path) -> None:
 
 @pytest.mark.suite("daemons")
 def test_a_plan_of_several_engines_is_that_of_each() -> None:
-    words = [*TOKEND, "plan", "-dp", "2", "--cpu-threads", "1"]
+    words = [*TOKEND, "plan", "-dp", "2", "--cpu-threads", "1", "--standby-engines", "2"]
     text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert "; 2 engines, and for each of them\n" in text
     (free,) = (line for line in text.splitlines() if line.startswith("  free "))
     assert "memory of this machine for each of 2 engines" in free or "container for each" in free
     (shared,) = (line for line in text.splitlines() if line.startswith("  shared "))
     assert "weights are in memory once" in shared
+    assert "\n  standby          2 engines, 30 MiB of the work space; their threads sleep\n" in text
     as_json = subprocess.run([*words, "--json"], capture_output=True, text=True, check=True)
     figures = json.loads(as_json.stdout)
     assert figures["engines"] == 2

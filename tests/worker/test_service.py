@@ -3,7 +3,7 @@
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -36,6 +36,7 @@ from tests.fakes.tiny_checkpoints import save_tiny
 from worker import loaded_model
 from worker import worker as engine_wait
 from worker import worker as service
+from worker.host.device import HostDevice
 from worker.kv_connector.base import NO_CONNECTOR
 from worker.kv_connector.steps import StepConnector
 from worker.runner_builder import RunnerBuilder
@@ -50,6 +51,14 @@ def boot_of_tiny_model(folder: Path, cache: CacheConfig) -> ProcessBoot:
     return lifecycle_messages.boot("worker", config=ServeConfig(cache=cache), model=model)
 
 
+def worker_of(
+    boot: ProcessBoot, connect_engine: Callable[[int], Link], supervisor: Link
+) -> service.Worker:
+    return service.Worker(
+        service.PreparedWorker(boot, supervisor), boot, connect_engine, supervisor
+    )
+
+
 @pytest.mark.parametrize(
     "cache", [CacheConfig(kv_cache_memory=1 << 60), CacheConfig(num_gpu_blocks_override=1 << 50)]
 )
@@ -59,10 +68,26 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
     load_model = Mock()
     monkeypatch.setattr(loaded_model, "load_model", load_model)
     with pytest.raises(ConfigError, match="does not fit into the memory") as raised:
-        service.Worker(boot_of_tiny_model(tmp_path, cache), Mock(), Mock())
+        service.PreparedWorker(boot_of_tiny_model(tmp_path, cache), Mock())
     assert raised.value.param is not None
     assert getattr(cache, raised.value.param) is not None
     load_model.assert_not_called()
+
+
+def test_a_standby_worker_plans_the_memory_that_is_free_when_it_gets_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its start the KV of the worker that it replaces was in use."""
+    free = [4 << 30]
+    monkeypatch.setattr(HostDevice, "free_bytes", lambda *_: free[0])
+    boot = boot_of_tiny_model(tmp_path, CacheConfig())
+    without_place = msgspec.structs.replace(boot, epoch=0, worker_epoch=0)
+    standby = service.PreparedWorker(without_place, Mock())
+    cold = service.PreparedWorker(boot, Mock())
+    free[0] = 6 << 30
+    assert standby.take_place().plan.free == 6 << 30
+    assert standby.take_place().plan.pool_bytes > cold.take_place().plan.pool_bytes
+    assert cold.take_place().plan.free == 4 << 30, "the plan from before its own weights"
 
 
 @pytest.mark.parametrize("given", [None, "/mine"])
@@ -72,9 +97,9 @@ def test_what_torch_leaves_ends_with_the_daemon(
     monkeypatch.setenv(TORCH_FOLDER_VARIABLE, given or "")
     if given is None:
         monkeypatch.delenv(TORCH_FOLDER_VARIABLE)
-    monkeypatch.setattr(service, "Worker", Mock())
+    monkeypatch.setattr(service, "PreparedWorker", Mock())
     boot = msgspec.structs.replace(lifecycle_messages.boot("worker"), run_dir=str(tmp_path))
-    service.main(boot, Mock())
+    service.prepare(boot, Mock())
     assert os.environ[TORCH_FOLDER_VARIABLE] == (given or str(tmp_path / "torch"))
 
 
@@ -98,7 +123,7 @@ class Running:
             cache=CacheConfig(kv_cache_memory=1 << 20),
         )
         boot = lifecycle_messages.boot("worker", config=config, model=model)
-        worker = service.Worker(boot, self._connect_engine, link)
+        worker = worker_of(boot, self._connect_engine, link)
         self.errors: list[BaseException] = []
         self.thread = threading.Thread(target=self._run, args=(worker,), daemon=True)
         self.thread.start()
@@ -214,7 +239,7 @@ def test_an_undecodable_message_is_reported_once_and_the_next_engine_is_served(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(worker_path(run_dir, 1, 0), answers)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Worker(boot, connect, own)
+        worker = worker_of(boot, connect, own)
         thread = threading.Thread(target=worker.run, daemon=True)
         thread.start()
         assert receive(engine)[0].epoch == 1
@@ -260,7 +285,7 @@ def test_the_output_of_a_step_is_sent_before_the_next_step_runs(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Worker(boot, connect, own)
+        worker = worker_of(boot, connect, own)
         engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
         for step in (1, 2):
             nothing = CachedRequestData([], [], [], [], [], [])

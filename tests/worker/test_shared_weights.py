@@ -31,6 +31,8 @@ from worker.host.memory_nodes import LARGE_PAGE
 from worker.loaded_model import LoadedModel, load
 from worker.parallel.group import RankGroup
 
+pytestmark = pytest.mark.suite("long")
+
 FINGERPRINT = b"f" * 32
 SIZE = (5 << 20) + 3
 WRITER = """

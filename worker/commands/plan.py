@@ -22,7 +22,7 @@ from proto.errors import TokendError
 from proto.messages.lifecycle import PlanBoot
 from proto.messages.prepared_model import PreparedModel
 from proto.runtime.host_resources import ALLOWED_CPUS
-from proto.settings.config import ServeConfig
+from proto.settings.config import ServeConfig, memory_size
 from proto.settings.pooler_config import pooler_of
 from proto.settings.turn_ends import with_end_tokens
 from worker.create_device import create_device
@@ -387,6 +387,10 @@ def main() -> int:
             if times is not None:
                 lines = [*times.lines(), busy_line(other_cores)]
             print("\n".join(filter(None, lines)))
+            if standby := config.reliability.standby:
+                size = plan.work["standby processes"]
+                memory = f"{memory_size(size)} of the work space" if size else "on the host alone"
+                print(f"  standby          {standby}, {memory}; their threads sleep")
             if generates:
                 print(f"  end tokens       {prepared.ends_notice}")
     except TokendError as error:

@@ -73,10 +73,12 @@ class CpuDevice(HostDevice):
         *,
         parallel: ParallelConfig = ALONE,
         starts_alone: bool = False,
+        has_standby: bool = False,
         kernels: Kernels | None = None,
     ) -> None:
         super().__init__(config, root, parallel=parallel, starts_alone=starts_alone)
         self._kernels = kernels or load_kernels()
+        self._must_share = parallel.data_parallel_size > 1 or has_standby
         self._limit = "" if config.cpu_kernels == "auto" else config.cpu_kernels
         for variant in machine_variants():
             if variant.name == self._limit:
@@ -130,7 +132,7 @@ class CpuDevice(HostDevice):
             descriptor,
             hashlib.sha256(all_facts.encode()).digest(),
             memory_placement(),
-            must_share=self._has_other_engines,
+            must_share=self._must_share,
             on_growth=on_growth,
         ) as memory:
             private, kernels.memory = kernels.memory, memory

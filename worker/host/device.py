@@ -58,6 +58,9 @@ PROCESS_BYTES: Final = 300 << 20
 """Memory of supervisor, engine and the first front end, and of a worker beyond its imports."""
 API_SERVER_BYTES: Final = 130 << 20
 """Memory of every further front end."""
+STANDBY_ENGINE_BYTES: Final = 30 << 20
+STANDBY_WORKER_BYTES: Final = 170 << 20
+"""Memory of a standby process, of a worker without weights."""
 PREFILL_TOKENS: Final = 256
 """Most tokens of a sequence in a pass of a draft model."""
 
@@ -91,7 +94,6 @@ class HostDevice(Device):
     ) -> None:
         self._root = root
         self._num_workers = parallel.num_workers
-        self._has_other_engines = parallel.data_parallel_size > 1
         self._num_engines = 1 if starts_alone else parallel.data_parallel_size
         self._model_name, self._flags = _read_cpuinfo(root)
         self.num_threads = config.cpu_threads or cores_of_worker(self._num_workers, root)
@@ -160,6 +162,12 @@ class HostDevice(Device):
                 "processes": PROCESS_BYTES + num_further * API_SERVER_BYTES // self._num_engines,
             }
         )
+
+    def standby_bytes(self, config: ServeConfig, own_bytes: int) -> int:
+        settings = config.reliability
+        of_engines = settings.standby_engines * STANDBY_ENGINE_BYTES
+        of_workers = settings.standby_workers * (STANDBY_WORKER_BYTES + own_bytes)
+        return (of_engines + of_workers) // self._num_engines
 
     def smaller_settings(self) -> list[tuple[str, str, tuple[str | int | float, ...]]]:
         return [

@@ -228,6 +228,12 @@ def plan_memory(
     cache = config.cache
     setup = ModelSetup.choose(config, prepared, device, rank, weight_format)
     setup.require_possible()
+    shares_weights = can_share_weights(setup.spec, setup.weight_format)
+    if config.reliability.standby_workers and not shares_weights:
+        raise ConfigError(
+            "--standby-workers needs weights that workers share in memory, and those of "
+            f"{prepared.architecture} are not shared here: {setup.weight_format.name}"
+        )
     layout, _ = layer_cache(setup.spec, setup.kv_dtype(), max_logged_tokens(config))
 
     model = _served_memory(setup)
@@ -240,6 +246,10 @@ def plan_memory(
 
     row_bytes = _row_bytes(setup, layout, free, block_bytes, drafter.keeps_contents)
     work += device.row_memory(config, row_bytes)
+    weights_bytes = model.weights.total() + drafter.weights.total() + vision_weights
+    own_bytes = weights_bytes - model.shared - drafter.shared
+    if standby := device.standby_bytes(config, own_bytes):
+        work["standby processes"] = standby
 
     least_blocks = _least_blocks(setup, layout)
     # Steps and KV take no memory yet while weights are converted, and then it is free for them.
@@ -249,10 +259,9 @@ def plan_memory(
         work["conversion of weights"] = conversion
 
     elsewhere = 0
-    if can_share_weights(setup.spec, setup.weight_format):
+    if shares_weights:
         elsewhere = model.elsewhere + drafter.elsewhere
-    weights_bytes = model.weights.total() + drafter.weights.total() + vision_weights - elsewhere
-    left = max(0, free - weights_bytes - work.total())
+    left = max(0, free + elsewhere - weights_bytes - work.total())
     state_bytes = _state_bytes(setup)
     num_state_slots = _num_state_slots(config, left, state_bytes) if state_bytes else 0
     left = max(0, left - num_state_slots * state_bytes)
@@ -299,7 +308,8 @@ class _ModelMemory:
     token_bytes: KV of a token on each rank of the model, those outside the setup included.
     conversion: what converting the weights takes beside them.
     keeps_contents: whether rows record what its KV holds (KVContents).
-    elsewhere: as in MemoryPlan.
+    shared: bytes of the weights that workers can have in the same memory. elsewhere: as in
+        MemoryPlan.
     """
 
     weights: Counter[str]
@@ -307,6 +317,7 @@ class _ModelMemory:
     token_bytes: list[int]
     conversion: int = 0
     keeps_contents: bool = False
+    shared: int = 0
     elsewhere: int = 0
 
     @classmethod
@@ -369,11 +380,12 @@ def _head_memory(served: ModelSetup, draft: PreparedModel) -> _ModelMemory:
     device.refuse_draft(setup, dtype)
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
-    elsewhere = 0
+    all_shared = elsewhere = 0
     for rank in setup.ranks:
         sizes = head_bytes(draft, head, dtype, device, setup.weight_format)
         weights += sizes
         shared = sum(sizes[form] for form in setup.weight_format.shared_forms)
+        all_shared += shared
         elsewhere += _elsewhere(setup, rank, shared)
         work += _step_memory(setup, head)
         # What is read of each step in flight is kept.
@@ -385,6 +397,7 @@ def _head_memory(served: ModelSetup, draft: PreparedModel) -> _ModelMemory:
         weights=weights,
         work=work,
         token_bytes=[token_bytes] * setup.num_ranks,
+        shared=all_shared,
         elsewhere=elsewhere,
     )
 
@@ -407,7 +420,7 @@ def _sharded_memory(
     """
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
-    conversion = elsewhere = 0
+    conversion = shared = elsewhere = 0
     for rank in setup.ranks:
         if isinstance(setup.spec, TransformersSpec):
             weights[setup.weight_format.name] += setup.spec.num_weights * setup.dtype.itemsize
@@ -428,6 +441,7 @@ def _sharded_memory(
         sizes = builder.weight_sizes()
         weights += sizes.by_format
         conversion += sizes.conversion
+        shared += sizes.shared
         elsewhere += _elsewhere(setup, rank, sizes.shared)
         work += _step_memory(setup, builder.spec)
         if has_adapters:
@@ -448,6 +462,7 @@ def _sharded_memory(
         token_bytes=token_bytes,
         conversion=conversion,
         keeps_contents=keeps_contents,
+        shared=shared,
         elsewhere=elsewhere,
     )
 

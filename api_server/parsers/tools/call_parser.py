@@ -271,6 +271,7 @@ def python_scanner() -> ValueScanner:
 
 TOOL_NAME_PATTERN: Final = r"[A-Za-z0-9_.:/-]{1,128}"
 _IS_TOOL_NAME: Final = re.compile(TOOL_NAME_PATTERN)
+_FEW_BLANKS: Final = re.compile(r"\s{0,64}")
 _JSON_BLANKS: Final = re.compile(r"[ \t\r\n]*")
 _DECODER: Final = json.JSONDecoder()
 _NO_ARGUMENTS: Final = "{}"
@@ -372,6 +373,12 @@ def _members(text: str) -> dict[str, tuple[Any, str]]:
         if text[position : position + 1] == "}":
             return members
         position = _after(text, position, ",")
+
+
+def after_whitespace(text: str, position: int) -> int:
+    """Return where the whitespace ends that begins at a position, 64 characters at most."""
+    found = _FEW_BLANKS.match(text, position)
+    return found.end() if found else position
 
 
 def _after_blanks(text: str, position: int) -> int:

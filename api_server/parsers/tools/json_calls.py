@@ -28,6 +28,7 @@ from api_server.parsers.tools.base import (
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
+    after_whitespace,
     json_scanner,
     may_become_json_call,
     offered_name,
@@ -47,7 +48,6 @@ _WORDS: Final = {
 """What stands for a varying part of a header → its characters."""
 _MAX_NAME: Final = 128
 _IS_CALL_ID: Final = re.compile(r"(?:call|toolu|chatcmpl-tool|tool)[_-][A-Za-z0-9_-]*|:?[0-9]+")
-_FEW_BLANKS: Final = re.compile(r"\s{0,64}")
 """All whitespace within a header: the header stays in the buffer until it is complete."""
 
 HeaderPart = str | tuple[str, ...]
@@ -291,7 +291,7 @@ def _match_header(parts: Sequence[HeaderPart], text: str) -> tuple[str, int]:
         optional = isinstance(part, tuple)
         end = position
         for word in part if isinstance(part, tuple) else (part,):
-            start = _after_whitespace(text, end)
+            start = after_whitespace(text, end)
             end = _match_word(word, text, start)
             if end < 0:
                 return "", -1
@@ -304,7 +304,7 @@ def _match_header(parts: Sequence[HeaderPart], text: str) -> tuple[str, int]:
             continue
         if not optional:
             return "", 0
-    position = _after_whitespace(text, position)
+    position = after_whitespace(text, position)
     if position == len(text):
         return "", -1
     return (name if len(name) <= _MAX_NAME else ""), position
@@ -320,8 +320,3 @@ def _match_word(word: str, text: str, position: int) -> int:
     found = pattern.match(text, position)
     end = found.end() if found else position
     return -1 if end == len(text) and end - position <= _MAX_NAME else end
-
-
-def _after_whitespace(text: str, position: int) -> int:
-    found = _FEW_BLANKS.match(text, position)
-    return found.end() if found else position

@@ -205,14 +205,8 @@ _TOKEN: Final = re.compile(
     )""",
     re.X,
 )
-_CONSTANTS: Final = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-    "true": "true",
-    "false": "false",
-    "null": "null",
-}
+PYTHON_CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
+_CONSTANTS: Final = {**PYTHON_CONSTANTS, "true": "true", "false": "false", "null": "null"}
 _ESCAPE: Final = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.S)
 _ESCAPED: Final = {
     **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v"},

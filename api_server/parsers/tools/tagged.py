@@ -38,7 +38,12 @@ from api_server.parsers.tools.base import (
     required_names,
     schema_properties,
 )
-from api_server.parsers.tools.call_parser import CallParser, ToolCall, json_scanner
+from api_server.parsers.tools.call_parser import (
+    CallParser,
+    ToolCall,
+    after_whitespace,
+    json_scanner,
+)
 from api_server.parsers.tools.tagged_values import json_string, text_rules, value_json, value_types
 from api_server.protocol.fields import errors_of
 from api_server.protocol.tools import FunctionTool
@@ -140,8 +145,6 @@ class _TagRole(enum.Enum):
 
 _OUTPUT_END: Final = "end of the output"
 """Stands for a tag where nothing follows."""
-_FEW_BLANKS: Final = re.compile(r"\s{0,64}")
-"""All whitespace between two tags of which the second decides about the first."""
 _LINE_BREAK: Final = re.compile(r"\n[ \t]*\Z")
 """The line break before a tag on a line of its own."""
 
@@ -398,7 +401,7 @@ class TaggedCallParser(CallParser):
 
         The tag is "" if other text follows, and None if more text is needed.
         """
-        start = self._after_blanks(position)
+        start = after_whitespace(self._buffer, position)
         text = self._buffer[start : start + self._longest_tag]
         found = self._any_tag.match(text)
         if found:
@@ -406,10 +409,6 @@ class TaggedCallParser(CallParser):
         if self._is_ended:
             return "" if text else _OUTPUT_END, start
         return None if any(tag.startswith(text) for tag in self._tags) else "", start
-
-    def _after_blanks(self, position: int) -> int:
-        blanks = _FEW_BLANKS.match(self._buffer, position)
-        return blanks.end() if blanks else position
 
     def _next_tag(self, position: int) -> tuple[str | None, int]:
         """Return what `_tag_at` does; a call counts only if it calls a tool of the request."""
@@ -429,7 +428,7 @@ class TaggedCallParser(CallParser):
             tag, position = self._tag_at(position)
             if tag != self._function_tag:
                 return None if tag is None else ""
-        name = _NAME.match(self._buffer, self._after_blanks(position))
+        name = _NAME.match(self._buffer, after_whitespace(self._buffer, position))
         if name is None or (name.end() == len(self._buffer) and not self._is_ended):
             return None
         is_named = self._buffer.startswith(self._name_end, name.end())
@@ -447,7 +446,7 @@ class TaggedCallParser(CallParser):
         if end <= 0:
             return None if end else False
         if self._value_tag:
-            text = self._buffer[self._after_blanks(end) :][: len(self._value_tag)]
+            text = self._buffer[after_whitespace(self._buffer, end) :][: len(self._value_tag)]
             if text != self._value_tag:
                 is_open = self._value_tag.startswith(text) and not self._is_ended
                 return None if is_open else False

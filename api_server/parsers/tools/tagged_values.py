@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from api_server.parsers.tools.base import described_properties, quoted
-from api_server.parsers.tools.pythonic import python_value
+from api_server.parsers.tools.pythonic import PYTHON_CONSTANTS, python_value
 from api_server.protocol.json_schema import SchemaWork, json_rule, listed_types, type_of
 from proto.errors import InvalidRequestError, shown
 
@@ -174,9 +174,6 @@ def _definition(reference: Any, root: Mapping[str, Any]) -> Any:
 # A value as JSON.
 
 
-_CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
-
-
 def value_json(text: str, types: frozenset[str]) -> str:
     """Return the text of a parameter as JSON. types: that its schema allows; empty if unknown.
 
@@ -191,7 +188,7 @@ def value_json(text: str, types: frozenset[str]) -> str:
     if is_surely_json:
         return source if found else _python_json(source) or json_string(text)
     if found in ("", "string") or source != source.strip():
-        literal = _CONSTANTS.get(text, "")
+        literal = PYTHON_CONSTANTS.get(text, "")
         is_allowed = {"true": "boolean", "false": "boolean", "null": "null"}.get(literal) in types
         return literal if literal and (is_allowed or not types) else json_string(text)
     is_allowed = not types or found in types or (found == "integer" and "number" in types)

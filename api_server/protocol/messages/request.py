@@ -5,7 +5,7 @@ names of the client's API.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field
@@ -16,8 +16,13 @@ from api_server.protocol.chat import (
     REASONING_SWITCHES,
     ChatCompletionRequest,
 )
-from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
-from api_server.protocol.common import REQUEST_NUMBERS, StopStringList, Text
+from api_server.protocol.chat_translation import (
+    PASSED,
+    ChatTranslation,
+    chat_only_fields,
+    split_fields,
+)
+from api_server.protocol.common import StopStringList, Text
 from api_server.protocol.fields import (
     MESSAGES_HINTS,
     MESSAGES_NEUTRAL,
@@ -29,24 +34,11 @@ from api_server.protocol.fields import (
 )
 from api_server.protocol.images import image_paths
 from api_server.protocol.messages.input import BlockTranslator
-from api_server.protocol.messages.tools import MessageTools
 from api_server.protocol.tools import MAX_LISTED_TOOLS
-from proto.errors import InvalidRequestError, shown
+from proto.errors import InvalidRequestError, require, shown
 
 Json = dict[str, Any]
 Request = TypeVar("Request", bound="CountTokensRequest")
-
-PASSED: Final = frozenset(
-    {
-        *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed"),
-        *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
-        *("stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "bad_words"),
-        *(REQUEST_NUMBERS.keys() - {"temperature", "top_p"}),
-        *("chat_template_kwargs", "truncate_prompt_tokens", "truncation_side"),
-        *("skip_reading_prefix_cache", "data_parallel_rank"),
-    }
-)
-"""Fields of a chat completion that Anthropic's API lacks and that this server accepts here too."""
 
 _CLIENT_NAMES: Final = {
     "stop": "stop_sequences",
@@ -60,6 +52,13 @@ _TOO_LONG: Final = re.compile(r"maximum context length is (\d+) .* it has (\d+) 
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 _THINKING_TYPES: Final = ("enabled", "disabled", "adaptive", "between_tools")
 _DISPLAYS: Final = (None, "summarized", "omitted")
+_TOOL_FIELDS: Final = ("name", "description", "input_schema", "strict")
+_IGNORED_TOOL_FIELDS: Final = frozenset(
+    {"type", "cache_control", "eager_input_streaming", "defer_loading", "allowed_callers"}
+)
+"""Fields that tell Anthropic's servers how to cache, stream or find a tool."""
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICE_FIELDS: Final = ("type", "name", "disable_parallel_tool_use")
 
 
 class CountTokensRequest(Strict):
@@ -223,14 +222,10 @@ class MessagesTranslation(ChatTranslation):
 def thinking_options(request: CountTokensRequest) -> Json:
     """Return the field `thinking`, or its default; raise InvalidRequestError if it is invalid."""
     thinking = request.thinking or {"type": "adaptive"}
-    if thinking.get("type") not in _THINKING_TYPES:
-        raise InvalidRequestError(
-            f"thinking.type must be one of {', '.join(_THINKING_TYPES)}", "thinking.type"
-        )
-    if thinking.get("display") not in _DISPLAYS:
-        raise InvalidRequestError(
-            "thinking.display must be 'summarized' or 'omitted'", "thinking.display"
-        )
+    kinds = ", ".join(_THINKING_TYPES)
+    require(thinking.get("type") in _THINKING_TYPES, "thinking.type", f"must be one of {kinds}")
+    is_known = thinking.get("display") in _DISPLAYS
+    require(is_known, "thinking.display", "must be 'summarized' or 'omitted'")
     budget = thinking.get("budget_tokens")
     if thinking["type"] != "enabled":
         return {name: value for name, value in thinking.items() if name != "budget_tokens"}
@@ -294,3 +289,73 @@ def _output_format(request: CountTokensRequest, ignored: IgnoredFields) -> tuple
         raise InvalidRequestError(f"{where}.schema must be a JSON schema", where)
     schema = {"name": "answer", "schema": given["schema"]}
     return where, {"type": "json_schema", "json_schema": schema}
+
+
+class MessageTools:
+    """The tools of a request, translated into functions of a chat.
+
+    {name, description, input_schema}      {"type": "function", "function": {name, description, …}}
+    tool_choice auto, any, tool, none      auto, required, a function by its name, none
+    disable_parallel_tool_use              parallel_tool_calls
+
+    tools, choice: as in the request. ignored: collects the tools of Anthropic's servers, which are
+    left out. Raises InvalidRequestError.
+
+    paths: in the request, of each function.
+    """
+
+    def __init__(self, tools: Sequence[Json], choice: Json | None, ignored: IgnoredFields) -> None:
+        self._functions: list[Json] = []
+        self.paths: list[str] = []
+        for index, tool in enumerate(tools):
+            kind = tool.get("type")
+            if kind not in (None, "custom"):
+                ignored.add(f"tools.{kind}")
+                continue
+            self._functions.append(_function(tool, f"tools[{index}]", ignored))
+            self.paths.append(f"tools[{index}]")
+        self._choice, self._parallel = self._chat_tool_choice(choice or {"type": "auto"}, ignored)
+
+    def chat_fields(self) -> Json:
+        """Return the fields of the chat completion; {} without tools."""
+        if not self._functions:
+            return {}
+        return {
+            "tools": self._functions,
+            "tool_choice": self._choice,
+            "parallel_tool_calls": self._parallel,
+        }
+
+    def _chat_tool_choice(self, choice: Json, ignored: IgnoredFields) -> tuple[Any, bool]:
+        """Return (tool_choice, parallel_tool_calls) of the chat completion."""
+        kind = choice.get("type")
+        given = given_fields(choice, _CHOICE_FIELDS, {}, ignored, "tool_choice.")
+        once = given.get("disable_parallel_tool_use", False)
+        if not isinstance(once, bool):
+            raise InvalidRequestError(
+                "tool_choice.disable_parallel_tool_use must be true or false", "tool_choice"
+            )
+        if kind in ("any", "tool") and not self._functions:
+            raise InvalidRequestError(f"tool_choice {kind} needs tools", "tool_choice")
+        if kind == "tool":
+            name = given.get("name")
+            if name not in [function["function"]["name"] for function in self._functions]:
+                raise InvalidRequestError(
+                    f"tool_choice: there is no tool {shown(name)} in tools", "tool_choice"
+                )
+            return {"type": "function", "function": {"name": name}}, not once
+        if not isinstance(kind, str) or kind not in _CHOICES:
+            raise InvalidRequestError(
+                "tool_choice.type must be 'auto', 'any', 'tool' or 'none'", "tool_choice"
+            )
+        return _CHOICES[kind], not once
+
+
+def _function(tool: Json, where: str, ignored: IgnoredFields) -> Json:
+    rest = {name: value for name, value in tool.items() if name not in _IGNORED_TOOL_FIELDS}
+    given = given_fields(rest, _TOOL_FIELDS, {}, ignored, "tools.")
+    require(isinstance(given.get("name"), str), f"{where}.name", "must be a string")
+    is_object = isinstance(given.get("input_schema"), dict)
+    require(is_object, f"{where}.input_schema", "must be a JSON schema of an object")
+    given["parameters"] = given.pop("input_schema")
+    return {"type": "function", "function": given}

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field
 
 from api_server.protocol.chat import REASONING_SWITCHES, ChatCompletionRequest
+from api_server.protocol.chat_translation import PASSED as PASSED_TO_CHAT
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
-from api_server.protocol.common import REQUEST_NUMBERS, Text
+from api_server.protocol.common import Text
 from api_server.protocol.fields import (
     REASONING_NEUTRAL,
     RESPONSES_HINTS,
@@ -36,7 +37,7 @@ from api_server.protocol.responses.input import (
 )
 from api_server.protocol.responses.tools import ResponseTools
 from api_server.protocol.tools import MAX_LISTED_TOOLS
-from proto.errors import InvalidRequestError
+from proto.errors import InvalidRequestError, require
 from proto.messages.sampling_params import MAX_LOGPROBS
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -48,18 +49,10 @@ MAX_METADATA_VALUE_CHARACTERS: Final = 512
 
 _REPEATED_NUMBERS: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Sampling parameters that the response repeats."""
-PASSED: Final = frozenset(
-    {
-        *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed", "stop"),
-        *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
-        *("include_stop_str_in_output", "stop_token_ids", "top_k", "min_tokens"),
-        *(REQUEST_NUMBERS.keys() - _REPEATED_NUMBERS),
-        *("logit_bias", "skip_reading_prefix_cache", "data_parallel_rank"),
-        *("bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens"),
-        *("spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side"),
-        *("chat_template_kwargs", "thinking_token_budget", "include_reasoning"),
-    }
-)
+PASSED: Final = (PASSED_TO_CHAT - set(_REPEATED_NUMBERS)) | {
+    *("stop", "include_stop_str_in_output", "top_k", "allowed_token_ids", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "thinking_token_budget", "include_reasoning"),
+}
 """Fields of a chat completion that OpenAI's Responses API lacks and that this server accepts."""
 
 _CLIENT_NAMES: Final = {
@@ -213,10 +206,8 @@ def _check_combinations(request: ResponsesRequest) -> None:
     """Raise InvalidRequestError for fields that do not go together."""
     if request.top_logprobs and not request.returns_logprobs:
         raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequestError("stream_options needs stream", "stream_options")
-    if request.background and request.store is False:
-        raise InvalidRequestError("background needs store", "background")
+    require(request.stream_options is None or request.stream, "stream_options", "needs stream")
+    require(not request.background or request.store is not False, "background", "needs store")
     if request.background and request.stream:
         raise InvalidRequestError("background does not go with stream here", "background")
     for key in request.metadata:

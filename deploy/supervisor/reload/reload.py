@@ -155,6 +155,10 @@ class Reload:
             self._reporter.report_begin()
             self._begin()
 
+    @property
+    def under_way(self) -> bool:
+        return not self._phase.idle
+
     def seconds_to_next_step(self) -> float | None:
         return self._phase.seconds_to_next_step()
 

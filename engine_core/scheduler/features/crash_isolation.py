@@ -116,6 +116,11 @@ class CrashIsolation(SchedulerFeature):
         self._blocked: dict[int, Request] = {}
         self._report = report_begun
 
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether requests that a crash has interrupted are not yet where they were."""
+        return any(not record.has_progressed for record in self._records.values())
+
     def on_request_added(self, request: Request) -> None:
         """Note whether a request was being computed when an engine crashed."""
         if request.crash_count:

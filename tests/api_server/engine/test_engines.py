@@ -6,10 +6,11 @@ import logging
 import pytest
 
 from api_server.supervisor_commands import EngineSwitch, _run_command
+from proto.codec import changed
 from proto.messages.engine_io import FinishReason
 from proto.messages.lifecycle import HealthStatus, NotReady, Restarted, WeightFormatMemory
 from proto.messages.stats import SchedulerStats
-from proto.settings.config import LoRAConfig
+from proto.settings.config import LoRAConfig, ReliabilityConfig
 from tests.api_server.conftest import MODEL
 from tests.fakes import lifecycle_messages
 
@@ -129,30 +130,91 @@ async def test_with_one_engine_requests_stay_when_its_workers_die(start):
         assert front_end.engine.aborts.empty()
 
 
-async def test_a_request_that_kills_engines_runs_alone_then_ends(start):
+async def die(front_end, engine, *others):
+    """The workers of an engine die, in the order of a repeated death; others are missing, too."""
+    command(front_end, missing(engine, *others))
+    command(front_end, Restarted("worker", engine=engine))
+
+
+async def come_back(front_end, *still_missing):
+    """All engines that have died, or whose workers have, are ready again, except some."""
+    for index, engine in enumerate(front_end.engines):
+        if index not in still_missing:
+            engine.announce()
+    command(front_end, missing(*still_missing))
+    while front_end.app_state.client.missing_engines != list(still_missing):
+        await asyncio.sleep(0.001)
+
+
+async def engine_dies(front_end, engine):
+    await front_end.lose_engine(engine)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [(engine_dies,) * 3, (die,) * 3, (die, engine_dies, die), (engine_dies, die, engine_dies)],
+    ids=lambda deaths: ", ".join("workers" if each is die else "engine" for each in deaths),
+)
+async def test_a_request_that_kills_engines_runs_alone_then_ends(start, deaths):
     async with start(accepts=True, num_engines=3) as front_end:
         poison, request = await begin(front_end, 0, prompt="poison")
-        for _ in range(2):
-            await front_end.lose_engine(await holder(front_end, request))
+        for death in deaths[:2]:
+            await death(front_end, await holder(front_end, request))
         alone = await holder(front_end, request)
-        for engine in front_end.engines:
-            engine.announce()
-        while front_end.app_state.client.missing_engines:
-            await asyncio.sleep(0.001)
+        await come_back(front_end)
         other = asyncio.create_task(front_end.complete(return_token_ids=True))
-        normal = await any_request(front_end, [index for index in range(3) if index != alone])
-        assert normal[1].request_id != request.request_id
+        normal = await other_request(front_end, request)
+        assert normal[0] != alone
         front_end.engines[alone].send_running_alone(request)
         entry = front_end.app_state.client._open[request.request_id]
         while not entry.alone:
             await asyncio.sleep(0)
         assert entry.crash_count == 2
-        await front_end.lose_engine(alone)
+        await deaths[2](front_end, alone)
         response = await poison
         assert response.status_code == 500
         assert "crashed 3 times" in response.json()["error"]["message"]
         front_end.engines[normal[0]].emit(normal[1], [40], finish=FinishReason.LENGTH)
         assert await token_ids(other) == [40]
+
+
+async def test_deaths_count_while_no_other_engine_is_there(front_end):
+    """The workers of the last engine die: its requests wait, and their deaths are not forgotten."""
+    task, request = await begin(front_end, 0, prompt="poison")
+    await front_end.lose_engine(0)
+    await front_end.engines[1].requests.get()
+    await die(front_end, 1, 0)
+    other = asyncio.create_task(front_end.complete(return_token_ids=True))
+    await asyncio.wait_for(front_end.engines[1].aborts.get(), 5)
+    while len(front_end.app_state.client._open) < 2:
+        await asyncio.sleep(0.001)
+    entry = front_end.app_state.client._open[request.request_id]
+    assert (entry.crash_count, entry.sent_to) == (2, 0)
+    await come_back(front_end, 0)
+    normal = await front_end.engines[1].requests.get()
+    assert normal.request_id != request.request_id, "the other request does not wait for a suspect"
+    await come_back(front_end)
+    alone = await front_end.engines[0].requests.get()
+    assert (alone.request_id, alone.crash_count) == (request.request_id, 3)
+    for engine, each in ((1, normal), (0, alone)):
+        front_end.engines[engine].emit(each, [45], finish=FinishReason.LENGTH)
+    assert await token_ids(task) == await token_ids(other) == [45]
+
+
+async def test_a_request_that_ran_alone_and_went_on_is_not_blamed_for_that(start):
+    async with start(accepts=True, num_engines=2) as front_end:
+        front_end.app_state.client._crashes_until_isolated = 1
+        task, request = await begin(front_end, 0)
+        await front_end.lose_engine(0)
+        again = await front_end.engines[1].requests.get()
+        front_end.engines[1].send_running_alone(again)
+        front_end.engines[1].emit(again, [40])
+        await have(front_end, request, 1)
+        await come_back(front_end)
+        await front_end.lose_engine(1)
+        moved = await front_end.engines[0].requests.get()
+        front_end.engines[0].emit(moved, [41], finish=FinishReason.LENGTH)
+        assert await token_ids(task) == [40, 41]
 
 
 async def holder(front_end, request):
@@ -166,13 +228,14 @@ async def holder(front_end, request):
         await asyncio.sleep(0.001)
 
 
-async def any_request(front_end, engines):
-    """Return (engine, request) of the next request that one of these engines gets."""
+async def other_request(front_end, request):
+    """Return (engine, request) of the next request beside this one that an engine gets."""
     while True:
-        for index in engines:
-            queue = front_end.engines[index].requests
-            if not queue.empty():
-                return index, await queue.get()
+        for index, engine in enumerate(front_end.engines):
+            while not engine.requests.empty():
+                got = await engine.requests.get()
+                if got.request_id != request.request_id:
+                    return index, got
         await asyncio.sleep(0.001)
 
 
@@ -283,6 +346,21 @@ async def test_no_call_waits_for_an_engine_that_rests(front_end):
     assert not later.done()
     front_end.engines[1].announce()
     assert (await later).status_code == 200
+
+
+async def test_standby_processes_are_shown(front_end):
+    """In the health check only where some are wanted."""
+    app_state = front_end.app_state
+    assert "standby" not in (await front_end.http.get("/health/ready")).json()
+    reliability = ReliabilityConfig(standby_engines=1, standby_workers=2)
+    settings = changed(app_state.settings, reliability=reliability)
+    object.__setattr__(app_state, "settings", settings)  # it is frozen
+    command(front_end, HealthStatus((), 1, 2))
+    ready = await front_end.http.get("/health/ready")
+    assert ready.json()["standby"] == {"engine": 1, "worker": 2}
+    metrics = (await front_end.http.get("/metrics")).text.splitlines()
+    assert 'tokend:standby_processes{role="engine"} 1.0' in metrics
+    assert 'tokend:standby_processes{role="worker"} 2.0' in metrics
 
 
 async def test_health_names_missing_engines_and_stays_ready(front_end):

@@ -45,6 +45,8 @@ from tests.fakes.media import (
 )
 from tests.fakes.tiny_vision import VISION_MODELS, pixels_of, random_image, reference_inputs
 
+pytestmark = pytest.mark.suite("long")
+
 SIZES = {"square": (30, 30), "wide": (90, 40), "high": (20, 90), "a pixel": (1, 1)}
 PART = "messages[0].content[1].image_url"
 LIBRARY_WORDS = ("0x", "PIL", "BytesIO", "Traceback", "/usr", "site-packages", "cannot identify")

@@ -30,6 +30,8 @@ from tests.fakes.media import (
 )
 from tests.fakes.tiny_vision import random_image
 
+pytestmark = pytest.mark.suite("long")
+
 SIZE = 4 * 3 * 24 * 24
 """Bytes of the pixels of an image."""
 

@@ -293,6 +293,28 @@ def test_blocks_of_another_daemon_beyond_the_limit_evict_the_oldest(disk: Disk) 
     assert manager.contains([key(2)]) == [True]
 
 
+def test_engines_that_share_a_folder_keep_it_within_the_limit_together(disk: Disk) -> None:
+    """And each finds what the others have stored."""
+    managers = [disk.manager(capacity=20) for _ in range(3)]
+    for number in range(1, 91):
+        disk.store(managers[number % 3], number)
+        if not number % 10:
+            eventually(lambda: all(knows_all(disk, each) for each in managers))
+            assert len(disk.names()) <= 20
+    assert len(disk.names()) > 10, "each engine evicts for what it stores, not for the others"
+
+
+def knows_all(disk: Disk, manager: DiskOffloadingManager) -> bool:
+    """Return whether a manager knows exactly the files of the folder."""
+    _ = manager.take_events()
+    present = disk.names()
+    return manager.num_used == len(present) and all(
+        manager.contains([key(number)]) == [True]
+        for number in range(1, 91)
+        if disk.path(number).name in present
+    )
+
+
 def test_a_start_with_a_smaller_limit_removes_the_oldest(disk: Disk) -> None:
     for number in range(1, 6):
         disk.write(number)

@@ -118,6 +118,37 @@ def test_a_long_prompt_that_gets_further_each_time_is_no_suspect(overlapped):
 
 
 @BOTH
+def test_catching_up_ends_where_requests_were_at_the_crash(overlapped):
+    """Another request that comes meanwhile does not count."""
+    engine = EngineHarness(async_scheduling=overlapped, max_num_batched_tokens=8)
+    isolation = engine.scheduler.crash_isolation
+    engine.add_one(list(range(200)), 3)
+    for _ in range(6):
+        engine.step()
+    assert not isolation.is_catching_up
+    crash(engine)
+    num_steps = 0
+    while isolation.is_catching_up:
+        engine.step()
+        num_steps += 1
+    assert 7 <= num_steps <= 9, "seven steps were lost"
+    engine.add_one(list(range(100)), 3)
+    engine.step()
+    assert not isolation.is_catching_up
+    engine.run()
+
+
+def test_after_the_crash_of_an_engine_each_request_needs_a_token():
+    engine = EngineHarness()
+    engine.add_one([1, 2], 3, crash_count=1)
+    assert engine.scheduler.crash_isolation.is_catching_up
+    engine.step()
+    engine.step()
+    assert not engine.scheduler.crash_isolation.is_catching_up
+    engine.run()
+
+
+@BOTH
 def test_a_suspect_that_recomputes_its_lost_tokens_is_cleared(overlapped):
     engine = EngineHarness(async_scheduling=overlapped, max_num_batched_tokens=8)
     suspect = engine.add_one(list(range(200)), 3)

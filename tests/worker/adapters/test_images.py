@@ -26,6 +26,8 @@ from tests.worker.models.test_vision import (
 from tests.worker.test_images import Case
 from worker.step.encoder_cache import EncoderCache
 
+pytestmark = pytest.mark.suite("long")
+
 PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
 """In names of modules that encode images."""
 NEAR = 1e-4

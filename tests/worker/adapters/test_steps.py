@@ -29,6 +29,8 @@ from tests.fakes.tiny_checkpoints import save_tiny
 from worker.layers.linear import DenseLinear
 from worker.step.model_runner import ModelRunner
 
+pytestmark = pytest.mark.suite("long")
+
 NUM_OUTPUTS = 10
 TIE = 1e-3
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -35,6 +35,8 @@ from tests.worker.models.test_transformers_model import assert_same_tokens, load
 from worker.models.families import FAMILIES
 from worker.models.transformers_model import spec_of_transformers
 
+pytestmark = pytest.mark.suite("long")
+
 ON_TRANSFORMERS = (*("cohere_compass", "gemma4", "glm4v", "glm46v", "glm_ocr", "llama4"),)
 NATIVE = tuple(name for name in WRAPPED if name not in ON_TRANSFORMERS)
 

@@ -60,6 +60,8 @@ from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
 from worker.step.model_runner import ModelRunner
 
+pytestmark = pytest.mark.suite("long")
+
 TARGETS = ("llama", "gemma3", "qwen2")
 
 

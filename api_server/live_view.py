@@ -6,6 +6,10 @@
 Each subscriber sees one engine, which it chooses. The engine client sends `Watch` and passes the
 views on. After a change of an engine, its properties are published again if they differ. A
 subscriber that does not read its stream is dropped.
+
+Events are server-sent: hello, view, notice. What a subscriber may see of a request is decided here:
+id and counts of its own tenant's requests; of other requests only the state and the number of
+blocks, which the block map shows anyway.
 """
 
 import asyncio
@@ -13,26 +17,138 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
-from api_server.live_view.events import (
-    EncodedView,
-    NoticeKind,
-    SubscriberScope,
-    hello_event,
-    notice_event,
-)
+import numpy as np
+
+from proto.codec import to_compact_json
 from proto.errors import OverloadedError
 from proto.messages.lifecycle import EngineReady, Role, process_title
-from proto.messages.view import EngineView
+from proto.messages.view import (
+    ADAPTER_STATES,
+    REQUEST_STATES,
+    BlockMap,
+    EngineView,
+    RequestView,
+    blocks_per_cell,
+)
 from proto.settings.lora_modules import FOR_ALL, LoRAAccess
 
 logger = logging.getLogger("tokend.api")
+
+NoticeKind = Literal["preemption", "restart", "watchdog", "reload", "drain"]
 
 MAX_UNREAD: Final = 16
 """Most events in a subscriber's queue; a view is published every quarter of a second."""
 MAX_SUBSCRIBERS: Final = 16
 """Most subscribers of one front end."""
+MIN_RATE_SECONDS: Final = 0.1
+"""Shortest interval between two views that gives a rate; in a shorter one, a single step would
+appear as thousands of tokens per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriberScope:
+    """What a subscriber may see.
+
+    reader: its id from `reader_of`. sees_all: it is an operator. key_name: of its API key.
+    engine: index of the engine that it sees.
+    """
+
+    reader: int
+    sees_all: bool = False
+    key_name: str = ""
+    engine: int = 0
+
+
+class EncodedView:
+    """One view, to be encoded for each scope.
+
+    time_s: seconds since the server started. access: to adapters.
+    """
+
+    def __init__(self, view: EngineView, time_s: float, access: LoRAAccess) -> None:
+        self._access = access
+        self._view = view
+        self._time_s = time_s
+        self._cells = b',"cells":' + to_compact_json(cells_of(view.blocks))
+        if view.num_state_slots:
+            self._cells += b',"state_cells":' + to_compact_json(cells_of(view.states))
+
+    def event_for(self, scope: SubscriberScope) -> bytes:
+        """Return the event with what subscribers of this scope may see."""
+        view = self._view
+        fields: dict[str, Any] = {
+            "time_s": round(self._time_s, 3),
+            "step": view.step,
+            "running": view.num_running,
+            "waiting": view.num_waiting,
+            "prompt_tokens_per_s": rate(view.prompt_tokens, view.seconds),
+            "generation_tokens_per_s": rate(view.generation_tokens, view.seconds),
+            "prefix_cache_queries": view.queried_tokens,
+            "prefix_cache_hits": view.found_tokens,
+            "preemptions": view.preemptions,
+            "drafts": view.num_drafts,
+            "draft_tokens": view.draft_tokens,
+            "accepted_tokens": view.accepted_tokens,
+            "state_slots": view.num_state_slots,
+            "held_states": view.num_held_states,
+            "step_limit": view.step_limit,
+            "tiers": [
+                {"medium": tier.medium, "blocks": tier.num_blocks, "used": tier.num_used}
+                for tier in view.tiers
+            ],
+            "requests": [
+                request_fields(request, is_visible=scope.sees_all or request.reader == scope.reader)
+                for request in view.requests
+            ],
+            "num_omitted_requests": view.more_requests,
+            "adapters": [
+                {
+                    "name": adapter.name,
+                    "state": ADAPTER_STATES[adapter.state],
+                    "running": adapter.num_running,
+                    "requests": adapter.num_unfinished,
+                    "bytes": adapter.num_bytes,
+                }
+                for adapter in view.adapters
+                if scope.sees_all or self._access.allows(adapter.name, scope.key_name)
+            ],
+        }
+        return _event(b"view", to_compact_json(fields)[:-1] + self._cells + b"}")
+
+
+def request_fields(request: RequestView, *, is_visible: bool) -> dict[str, Any]:
+    """Return the JSON fields of a request. is_visible: the subscriber may see id and counts."""
+    return {
+        "owner": request.owner,
+        "id": (request.label or None) if is_visible else None,
+        "state": REQUEST_STATES[request.state],
+        "prompt_tokens": request.prompt_tokens if is_visible else None,
+        "output_tokens": request.output_tokens if is_visible else None,
+        "computed_tokens": request.computed_tokens if is_visible else None,
+        "cached_tokens": request.cached_tokens if is_visible else None,
+        "num_blocks": request.num_blocks,
+        "adapter": (request.adapter or None) if is_visible else None,
+        "images": request.num_images if is_visible else None,
+    }
+
+
+def cells_of(blocks: BlockMap) -> list[list[int]]:
+    """Return [length, state, owner] for each run of equal cells."""
+    columns = (
+        np.frombuffer(blocks.lengths, "<i4"),
+        np.frombuffer(blocks.states, np.uint8),
+        np.frombuffer(blocks.owners, "<i4"),
+    )
+    cells: list[list[int]] = np.stack(columns, axis=1).tolist()
+    return cells
+
+
+def rate(number: int, seconds: float) -> float:
+    """Return `number` per second; 0 for intervals shorter than MIN_RATE_SECONDS."""
+    return round(number / seconds, 1) if seconds >= MIN_RATE_SECONDS else 0.0
 
 
 class Subscriber:
@@ -154,14 +270,14 @@ class LiveViewPublisher:
             self._send(subscriber, events[subscriber.scope])
         if view.preemptions:
             requests = "request was" if view.preemptions == 1 else "requests were"
-            text = f"{view.preemptions} {requests} preempted"
-            notice = notice_event(self._clock() - self._start, "preemption", text)
+            notice = self._notice_event("preemption", f"{view.preemptions} {requests} preempted")
             for subscriber in subscribers:
                 self._send(subscriber, notice)
 
     def publish_notice(self, kind: NoticeKind, text: str) -> None:
-        if self._subscribers:
-            self._publish_event(notice_event(self._clock() - self._start, kind, text))
+        notice = self._notice_event(kind, text)
+        for subscriber in list(self._subscribers):
+            self._send(subscriber, notice)
 
     def publish_restart(self, role: Role, *, hung: bool, engine: int | None = None) -> None:
         """Publish the restart of a process. engine: index of the engine that is concerned."""
@@ -178,17 +294,33 @@ class LiveViewPublisher:
             subscriber.end()
 
     def _hello_event(self, index: int, engine: EngineReady) -> bytes:
-        limit = self._max_num_seqs
-        return hello_event(self.model, self._version, limit, engine, index, self._num_engines)
+        """Return the event with the properties of daemon and engine, which precedes their views."""
+        hello = {
+            "model": self.model,
+            "version": self._version,
+            "num_blocks": engine.num_blocks,
+            "block_size": engine.block_size,
+            "blocks_per_cell": blocks_per_cell(engine.num_blocks + 1),  # with block 0
+            "max_num_seqs": self._max_num_seqs,
+            "max_model_len": engine.max_model_len,
+            "engine": index,
+            "num_engines": self._num_engines,
+        }
+        return _event(b"hello", to_compact_json(hello))
+
+    def _notice_event(self, kind: NoticeKind, text: str) -> bytes:
+        """Return the event of something that happened now."""
+        notice = {"time_s": round(self._clock() - self._start, 3), "kind": kind, "text": text}
+        return _event(b"notice", to_compact_json(notice))
 
     def _subscribers_of(self, engine: int) -> list[Subscriber]:
         return [each for each in self._subscribers if each.scope.engine == engine]
-
-    def _publish_event(self, event: bytes) -> None:
-        for subscriber in list(self._subscribers):
-            self._send(subscriber, event)
 
     def _send(self, subscriber: Subscriber, event: bytes) -> None:
         subscriber.enqueue_event(event)
         if subscriber.finished:  # it does not read
             self.unsubscribe(subscriber)
+
+
+def _event(name: bytes, data: bytes) -> bytes:
+    return b"event: " + name + b"\ndata: " + data + b"\n\n"

@@ -1,1 +1,0 @@
-"""The live view: what the page is shown of running requests."""
