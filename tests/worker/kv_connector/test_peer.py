@@ -1,5 +1,6 @@
 """KV from daemon to daemon: what two workers send, take and refuse, over real sockets."""
 
+import errno
 import re
 import select
 import socket
@@ -7,6 +8,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,7 +270,7 @@ def test_a_dead_producer_fails_the_load(sides, tmp_path, caplog, name):
     prefill.hold()
     prefill.close()
     assert decode.load(prefill.source()) == list(range(5, 35))
-    assert "unknown engine" in warnings(caplog)
+    assert "no connection to the producer" in warnings(caplog)
 
 
 class TestKeys:
@@ -330,6 +332,24 @@ class TestLeases:
         assert prefill.reports, "the engine sees that the consumer is heard"
         decode.step(releases=[(prefill.source(), "the request has ended")])
         assert prefill.await_sent() == 1
+
+    def test_heartbeats_go_on_after_a_socket_could_not_be_made(self, sides, monkeypatch):
+        monkeypatch.setattr(consumer, "HEARTBEAT_SECONDS", 0.02)
+        prefill, decode = sides(), sides()
+        failures = [OSError(errno.EMFILE, "Too many open files")] * 2
+
+        def fail_twice(*args):
+            if failures:
+                raise failures.pop()
+            return socket.socket(*args)
+
+        module = SimpleNamespace(**{**vars(socket), "socket": fail_twice})
+        monkeypatch.setattr(consumer, "socket", module)
+        prefill.hold()
+        decode.step(watches=[prefill.source()])
+        prefill.read_report()
+        assert prefill.reports, "a heartbeat has arrived"
+        assert not failures
 
     def test_an_extension_never_shortens_a_lease(self, sides):
         prefill = sides(lease_seconds=500.0)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from proto.messages.kv_peer import (
@@ -255,9 +255,11 @@ class PeerFetcher:
             family = socket.AF_UNIX
         else:
             family = socket.AF_INET6 if ":" in source.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as connection, self._tracked(connection):
-            connection.settimeout(max(0.001, min(_SHORT_SECONDS, deadline - time.monotonic())))
+        with ExitStack() as stack:
             try:
+                connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                stack.enter_context(self._tracked(connection))
+                connection.settimeout(max(0.001, min(_SHORT_SECONDS, deadline - time.monotonic())))
                 if uses_memory:
                     connection.connect(str(socket_path(self._settings, worker.worker_id)))
                     check_user(connection)
@@ -265,8 +267,8 @@ class PeerFetcher:
                     connection.connect((source.host, worker.port))
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             except OSError as error:
-                reason = error.strerror or "no answer in time"
-                raise ConnectionLostError(f"unknown engine: {reason}") from None
+                reason = error.strerror or str(error)
+                raise ConnectionLostError(f"no connection to the producer: {reason}") from None
             channel = Channel(connection, deadline)
             greet_producer(channel, self._secret, worker.worker_id)
             open_as_consumer(channel, self._layout)
