@@ -3,7 +3,7 @@
 import ipaddress
 import os
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -96,11 +96,16 @@ def read_key(settings: PeerSettings) -> bytes:
     return key
 
 
+Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+NumRanks = Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)]
+
+
 class RemoteWorker(msgspec.Struct, frozen=True):
     """An entry of `remote_workers`. id: of the worker. port: its TCP port, 0 without one."""
 
     id: str
-    port: int
+    port: Port
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,9 +123,9 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_engine_id: str | None = None
     remote_request_id: str | None = None
     remote_host: str | None = None
-    remote_port: int | None = None
-    remote_block_ids: list[list[int]] | None = None
-    tp_size: int | None = None
+    remote_port: Port | None = None
+    remote_block_ids: list[list[BlockId]] | None = None
+    tp_size: NumRanks | None = None
     remote_workers: list[RemoteWorker] | None = None
 
     @property
@@ -149,15 +154,17 @@ def transfer_params(params: Mapping[str, Any]) -> TransferParams:
             raise _error(f".{name} is missing: it is part of the answer to the prefill")
     for name in ("remote_engine_id", "remote_request_id"):
         if not _is_id(getattr(found, name)):
-            raise _error(f".{name} is not of tokend: {shown(getattr(found, name))}")
+            raise _error(f".{name} was not made by tokend: {shown(getattr(found, name))}")
+    if not (found.remote_host or "").isascii():
+        raise _error(f".remote_host is no IP address: {shown(found.remote_host)}")
     workers = found.remote_workers or []
     if not 1 <= len(workers) <= _MAX_RANKS:
         raise _error(f".remote_workers must have 1 to {_MAX_RANKS} workers, got {len(workers)}")
     if found.tp_size not in (None, len(workers)):
         raise _error(f".tp_size is {found.tp_size}, remote_workers has {len(workers)}")
     for worker in workers:
-        if not _is_id(worker.id) or not 0 <= worker.port < 1 << 16:
-            raise _error(f".remote_workers has no such worker: {shown(worker)}")
+        if not _is_id(worker.id):
+            raise _error(f".remote_workers: {shown(worker.id)} was not made by tokend")
     return found
 
 
@@ -180,15 +187,18 @@ def transfer_request(config: KVTransferConfig, params: Mapping[str, Any]) -> byt
     if peer is None:
         raise _error(f" needs a server whose --kv-transfer-config has a {PEER}")
     found = transfer_params(params)
-    if found.do_remote_decode and not peer.stores:
-        raise _error(f".do_remote_decode: this server is a {peer.kv_role}, which keeps no KV")
-    if found.do_remote_prefill:
-        if not peer.loads:
-            raise _error(f".do_remote_prefill: this server is a {peer.kv_role}, which loads no KV")
-        settings = peer_settings(peer.kv_connector_extra_config)
-        if settings.transport == "tcp" and found.remote_host not in settings.peers:
-            raise _error(f".remote_host {shown(found.remote_host)} is none of this server's peers")
-    return to_json_line(found) if found.do_remote_decode or found.do_remote_prefill else b""
+    if found.do_remote_decode:
+        if not peer.stores:
+            raise _error(f".do_remote_decode: this server is a {peer.kv_role}, which keeps no KV")
+        return to_json_line(TransferParams(do_remote_decode=True))
+    if not found.do_remote_prefill:
+        return b""
+    if not peer.loads:
+        raise _error(f".do_remote_prefill: this server is a {peer.kv_role}, which loads no KV")
+    settings = peer_settings(peer.kv_connector_extra_config)
+    if settings.transport == "tcp" and found.remote_host not in settings.peers:
+        raise _error(f".remote_host {shown(found.remote_host)} is none of this server's peers")
+    return to_json_line(found)
 
 
 _OWN: Final = (MULTI, PEER, "OffloadingConnector", "SharedStorageConnector")
