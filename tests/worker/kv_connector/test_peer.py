@@ -351,6 +351,21 @@ class TestLeases:
         assert prefill.reports, "a heartbeat has arrived"
         assert not failures
 
+    def test_a_silent_address_costs_one_wait_a_round(self, sides, monkeypatch):
+        """Forged sources with its address do not delay the heartbeats of others."""
+        monkeypatch.setattr(consumer, "_SHORT_SECONDS", 0.3)
+        prefill, decode = sides(), sides()
+        prefill.hold()
+        with SilentProducer() as silent:
+            forged = [
+                PeerSource(f"{number:032x}", "127.0.0.1", [silent.worker(number)])
+                for number in range(1000)
+            ]
+            decode.step(watches=[*forged, prefill.source()])
+            prefill.read_report()
+            assert prefill.reports, "a heartbeat has arrived"
+            assert silent.num_connections() == 1
+
     def test_an_extension_never_shortens_a_lease(self, sides):
         prefill = sides(lease_seconds=500.0)
         prefill.hold()
@@ -373,6 +388,56 @@ class TestLeases:
         prefill.step(drops=[1])
         assert prefill.await_sent() == 1
         assert decode.load(prefill.source(), KEYS[:1]) == [5]
+
+
+class SilentProducer:
+    """Connections succeed, and are never answered."""
+
+    def __enter__(self) -> "SilentProducer":
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self._accepted: list[socket.socket] = []
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.num_connections()
+        for each in (self._listener, *self._accepted):
+            each.close()
+
+    def worker(self, number: int = 0) -> PeerWorkerAddress:
+        return PeerWorkerAddress(f"{number:032x}", self._listener.getsockname()[1])
+
+    def num_connections(self) -> int:
+        self._listener.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                self._accepted.append(self._listener.accept()[0])
+        return len(self._accepted)
+
+
+def test_a_silent_peer_fails_a_load_long_before_its_deadline(sides, monkeypatch, caplog):
+    monkeypatch.setattr(consumer, "_SHORT_SECONDS", 0.05)
+    decode = sides(load_timeout=1000.0)
+    with SilentProducer() as silent:
+        source = PeerSource(REQUEST, "127.0.0.1", [silent.worker()])
+        assert decode.load(source, KEYS[:1]) == [5]
+        assert "no answer in time" in warnings(caplog)
+        assert silent.num_connections() >= 3
+
+
+def test_a_load_has_its_whole_time_after_the_greeting(sides, monkeypatch):
+    monkeypatch.setattr(consumer, "_SHORT_SECONDS", 1.0)
+    prefill, decode = sides(), sides()
+    expected = filled(prefill)
+    copy_out = prefill.worker._leases.copy_out
+
+    def copy_late(fetch, memory):
+        time.sleep(1.2)
+        copy_out(fetch, memory)
+
+    prefill.worker._leases.copy_out = copy_late
+    prefill.hold()
+    assert decode.load(prefill.source()) == []
+    assert torch.equal(decode.rows[5:35], expected)
 
 
 class LyingProducer:
