@@ -34,8 +34,8 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: the first of MAX_PORTS that a worker tries to listen on; 0: any free port.
     peers: IP addresses of producers that a consumer connects to.
     socket_folder: of the workers' Unix sockets, for shared memory; the same for both daemons.
-    key_file: a file with a secret of both daemons, of at least 16 bytes.
-    lease_seconds: for which KV is kept for a consumer that has not been heard of.
+    key_file: a file with a secret of both daemons, of at least 16 bytes; TCP needs one.
+    lease_seconds: for which KV is kept for a consumer that is not heard from.
     load_timeout: seconds after which a load fails, including its time in the queue.
     """
 
@@ -52,7 +52,8 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
 def peer_settings(extra: Mapping[str, Any]) -> PeerSettings:
     """Return the settings; raises ConfigError naming the wrong key.
 
-    An address beyond loopback needs a key.
+    TCP needs a key also on loopback: another user of the host could otherwise listen in place of a
+    producer, and a client's request would load wrong KV from there.
     """
     known = PeerSettings.__struct_fields__
     if unknown := sorted(set(extra) - set(known)):
@@ -61,14 +62,11 @@ def peer_settings(extra: Mapping[str, Any]) -> PeerSettings:
     for key, addresses in (("host", [settings.host]), ("peers", settings.peers)):
         for address in addresses:
             try:
-                is_loopback = ipaddress.ip_address(address).is_loopback
                 is_unspecified = ipaddress.ip_address(address).is_unspecified
             except ValueError:
                 raise config_key_error(key, f"is no IP address: {shown(address)}") from None
             if is_unspecified:
                 raise config_key_error(key, f"{address} names no host: give one address of it")
-            if not is_loopback and settings.transport == "tcp" and settings.key_file is None:
-                raise config_key_error(key, f"{address} is not loopback, which needs key_file")
     if not 0 <= settings.port < 1 << 16:
         raise config_key_error("port", f"must be between 0 and 65535, got {settings.port}")
     for key in ("lease_seconds", "load_timeout"):
@@ -77,6 +75,10 @@ def peer_settings(extra: Mapping[str, Any]) -> PeerSettings:
             raise config_key_error(
                 key, f"must be more than 0 and less than 3600 seconds, got {seconds}"
             )
+    if settings.transport == "tcp" and settings.key_file is None:
+        raise config_key_error(
+            "key_file", f"is needed by tcp: a file with a secret of at least {_MIN_KEY_BYTES} bytes"
+        )
     if settings.transport == "memory" and not os.path.isabs(settings.socket_folder or ""):
         raise config_key_error("socket_folder", "is needed by memory: an absolute path")
     return settings

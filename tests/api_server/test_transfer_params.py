@@ -38,7 +38,10 @@ async def test_transfer_params_are_in_the_last_chunk_and_the_body(start, path, s
 
 # Prefill and decode in two daemons
 
-PEER = {"kv_connector": "PeerConnector"}
+PEER = {
+    "kv_connector": "PeerConnector",
+    "kv_connector_extra_config": {"key_file": "read by workers alone"},
+}
 PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
