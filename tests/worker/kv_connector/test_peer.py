@@ -390,13 +390,28 @@ class TestLeases:
         decode.step(watches=[prefill.source()])
         assert prefill.await_sent() == 1
 
-    def test_the_engine_can_drop_a_lease(self, sides, monkeypatch):
-        monkeypatch.setattr(producer, "_REGISTER_SECONDS", 0.05)
-        prefill, decode = sides(), sides()
+    def test_the_engine_can_drop_a_lease(self, sides, monkeypatch, caplog):
+        """A request whose lease has ended is answered at once."""
+        monkeypatch.setattr(producer, "_REGISTER_SECONDS", 1000.0)
+        monkeypatch.setattr(producer, "_RELEASE_SECONDS", 1000.0)
+        prefill, decode = sides(), sides(load_timeout=20.0)
         prefill.hold()
         prefill.step(drops=[1])
         assert prefill.await_sent() == 1
         assert decode.load(prefill.source(), KEYS[:1]) == [5]
+        assert "its lease has ended" in warnings(caplog)
+        prefill.worker._leases.release(REQUEST)
+
+    def test_few_ended_leases_are_remembered(self, sides, monkeypatch):
+        monkeypatch.setattr(producer, "_MAX_REMEMBERED", 3)
+        prefill = sides()
+        for number in range(9):
+            prefill.hold(request=f"{number:032x}", seq_id=number)
+            prefill.step(drops=[number])
+        assert list(prefill.worker._leases._remembered) == [f"{each:032x}" for each in (6, 7, 8)]
+
+    def test_a_release_waits_less_than_its_consumer(self):
+        assert producer._RELEASE_SECONDS < consumer._SHORT_SECONDS
 
 
 class SilentProducer:
@@ -557,6 +572,23 @@ def test_what_is_no_greeting_ends_its_connection_alone(sides, first_bytes):
             assert connection.recv(100) == b""
     assert decode.load(prefill.source()) == []
     assert torch.equal(decode.rows[5:35], expected)
+
+
+def test_connections_without_a_greeting_end_soon(sides, monkeypatch):
+    """So they do not keep others out, of which there may be only a few at a time."""
+    monkeypatch.setattr(producer, "_GREETING_SECONDS", 0.05)
+    monkeypatch.setattr(producer, "_MAX_CONNECTIONS", 2)
+    prefill, decode = sides(), sides()
+    prefill.hold()
+    with ExitStack() as stack:
+        address = ("127.0.0.1", prefill.address.port)
+        for first_bytes in (b"", encode(Hello(1, b"n" * 16))):
+            connection = stack.enter_context(socket.create_connection(address, 10))
+            connection.sendall(len(first_bytes).to_bytes(4, "little") + first_bytes)
+            while connection.recv(1000):
+                pass
+        monkeypatch.setattr(producer, "_GREETING_SECONDS", 5.0)
+        assert decode.load(prefill.source()) == []
 
 
 def test_another_version_is_named(sides):
