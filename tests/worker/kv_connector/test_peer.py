@@ -510,7 +510,7 @@ class LyingProducer:
         ([], "closed the connection"),
         ([b"\x00\x00"], "closed the connection"),
         ([b"\xff\xff\xff\xff"], "4294967295 bytes"),
-        ([b"\x05\x00\x00\x00hello" + bytes(32)], "not of the other daemon"),
+        ([b"\x05\x00\x00\x00hello" + bytes(32)], "not from the other daemon"),
         ([Blocks([1, 2, 3])], "3 blocks in place of 1"),
         ([Blocks([])], "0 blocks in place of 1"),
         ([Blocks([1]), bytes(10)], "closed the connection"),

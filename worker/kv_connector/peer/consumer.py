@@ -191,7 +191,7 @@ class PeerFetcher:
             return self._blocks.block_bytes
 
         if not job.access_cache(block, copy):
-            raise PeerError("it was ended")
+            raise PeerError("the load was ended")
 
     def _transport(self, channel: Channel) -> BlockTransport:
         size = self._layout.block_bytes
@@ -256,12 +256,13 @@ class PeerFetcher:
         """
         if len(source.workers) != self._layout.num_ranks:
             raise PeerError(
-                f"{len(source.workers)} tensor-parallel workers, not {self._layout.num_ranks}"
+                f"the producer has {len(source.workers)} tensor-parallel workers, "
+                f"not {self._layout.num_ranks}"
             )
         worker = source.workers[self._layout.rank]
         uses_memory = self._settings.transport == "memory"
         if not uses_memory and not worker.port:
-            raise PeerError("the producer does not listen on TCP: another transport")
+            raise PeerError("the producer does not listen on TCP: it has another transport")
         if uses_memory:
             family = socket.AF_UNIX
         else:

@@ -124,17 +124,19 @@ class Leases:
         """Copy the blocks of a Fetch one after the other; raises PeerError for any other blocks."""
         size = self._copier.block_bytes
         if not 0 < len(fetch.keys) <= batch_blocks(size):
-            raise PeerError(f"{len(fetch.keys)} blocks at a time")
+            raise PeerError(f"the consumer asked for {len(fetch.keys)} blocks at a time")
         self._await(fetch.request_id, _REGISTER_SECONDS)
         with self._changed:
             lease = self._leases.get(fetch.request_id)
             if lease is None or self._is_closed:
                 raise PeerError("unknown request: its lease has ended, or it never had one")
             if lease.tenant != fetch.tenant:
-                raise PeerError("another tenant")
+                raise PeerError("the KV belongs to another tenant")
             blocks = [lease.blocks.get(key) for key in fetch.keys]
             if None in blocks:
-                raise PeerError("unknown block: other tokens, or another salt, adapter or image")
+                raise PeerError(
+                    "unknown block: the consumer has other tokens, salt, adapter or images"
+                )
             self._extend(lease)
             lease.wait_for_steps()
             for index, block in enumerate(blocks):
@@ -348,7 +350,7 @@ class PeerServer:
             self._leases.release(message.request_id)
             known = []
         else:
-            raise PeerError(f"unexpected {type(message).__name__}")
+            raise PeerError(f"the consumer sent an unexpected {type(message).__name__}")
         channel.send(Alive(known))
 
 
