@@ -61,7 +61,7 @@ class WorkerGroup:
     """Sends steps to the workers of the current epoch and receives their results.
 
     epoch: of the current workers. is_ready: whether they accept steps.
-    num_kv_reports: KVConnectorReports received so far, of all epochs.
+    num_kv_reports: KVConnectorReports so far, of all epochs, received while no rank owed a message.
     profile_replies: to the last ProfileCall, by rank.
     first_index: of the worker of rank 0 among those of all engines.
     poller: polls the channels of the current workers; updated here.
@@ -216,10 +216,12 @@ class WorkerGroup:
         """Return the workers' reports to the KV connector, in order; empties the list.
 
         Process them before results that were received at the same time. Each contains the
-        transfers that the last missing rank has finished with it.
+        transfers that the last missing rank has finished with it. A worker whose GPU or rank hangs
+        in a step may still report, so reports are no progress while a step is owed.
         """
         reports, self._kv_reports = self._kv_reports, []
-        self.num_kv_reports += len(reports)
+        if not self.awaited_ranks:
+            self.num_kv_reports += len(reports)
         return reports
 
     def _send(self, message: msgspec.Struct) -> None:

@@ -619,7 +619,7 @@ class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
         transfer that all requests wait for.
     ready: whether the workers of this epoch are ready for steps.
     has_work: whether there is something to schedule.
-    num_reports: reports about KV transfers received from workers of this epoch.
+    num_reports: reports about KV transfers received while no worker owed a step.
     catches_up: whether requests that a crash has interrupted are not yet where they were.
     """
 

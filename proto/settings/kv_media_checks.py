@@ -51,7 +51,12 @@ def check_media(config: ServeConfig) -> None:
         if part.kv_connector == SHARED_STORAGE:
             _check_weights(SHARED_STORAGE, config)
         elif part.kv_connector == PEER:
-            read_key(peer_settings(extra))
+            settings = peer_settings(extra)
+            read_key(settings)
+            if part.stores:
+                _check_below_step_timeout("lease_seconds", settings.lease_seconds, config)
+            if part.loads:
+                _check_below_step_timeout("load_timeout", settings.load_timeout, config)
             _check_weights(PEER, config)
         elif part.kv_connector == OFFLOADING and not extra.get("spec_module_path"):
             _check_medium(extra, config)
@@ -151,6 +156,17 @@ def _check_medium(extra: dict[str, Any], config: ServeConfig) -> None:
     offload_settings(extra, config.cache.block_size, ())
     if spec != CPU_SPEC:
         _check_weights(spec, config)
+
+
+def _check_below_step_timeout(key: str, seconds: float, config: ServeConfig) -> None:
+    """Raise ConfigError for a wait after which healthy workers would count as hung."""
+    limit = config.reliability.step_timeout
+    if limit and seconds >= limit:
+        raise config_key_error(
+            key,
+            f"must be less than --step-timeout ({limit:g}), got {seconds:g}: requests may wait so "
+            "long for blocks, and the workers would be taken for hung",
+        )
 
 
 def _check_weights(medium: str, config: ServeConfig) -> None:

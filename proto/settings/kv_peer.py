@@ -3,7 +3,7 @@
 import ipaddress
 import os
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -34,8 +34,8 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: the first of MAX_PORTS that a worker tries to listen on; 0: any free port.
     peers: IP addresses of producers that a consumer connects to.
     socket_folder: of the workers' Unix sockets, for shared memory; the same for both daemons.
-    key_file: a file with a secret of both daemons, of at least 16 bytes.
-    lease_seconds: for which KV is kept for a consumer that has not been heard of.
+    key_file: a file with a secret of both daemons, of at least 16 bytes; TCP needs one.
+    lease_seconds: for which KV is kept for a consumer that is not heard from.
     load_timeout: seconds after which a load fails, including its time in the queue.
     """
 
@@ -52,7 +52,8 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
 def peer_settings(extra: Mapping[str, Any]) -> PeerSettings:
     """Return the settings; raises ConfigError naming the wrong key.
 
-    An address beyond loopback needs a key.
+    TCP needs a key also on loopback: another user of the host could otherwise listen in place of a
+    producer, and a client's request would load wrong KV from there.
     """
     known = PeerSettings.__struct_fields__
     if unknown := sorted(set(extra) - set(known)):
@@ -61,14 +62,11 @@ def peer_settings(extra: Mapping[str, Any]) -> PeerSettings:
     for key, addresses in (("host", [settings.host]), ("peers", settings.peers)):
         for address in addresses:
             try:
-                is_loopback = ipaddress.ip_address(address).is_loopback
                 is_unspecified = ipaddress.ip_address(address).is_unspecified
             except ValueError:
                 raise config_key_error(key, f"is no IP address: {shown(address)}") from None
             if is_unspecified:
                 raise config_key_error(key, f"{address} names no host: give one address of it")
-            if not is_loopback and settings.transport == "tcp" and settings.key_file is None:
-                raise config_key_error(key, f"{address} is not loopback, which needs key_file")
     if not 0 <= settings.port < 1 << 16:
         raise config_key_error("port", f"must be between 0 and 65535, got {settings.port}")
     for key in ("lease_seconds", "load_timeout"):
@@ -77,6 +75,10 @@ def peer_settings(extra: Mapping[str, Any]) -> PeerSettings:
             raise config_key_error(
                 key, f"must be more than 0 and less than 3600 seconds, got {seconds}"
             )
+    if settings.transport == "tcp" and settings.key_file is None:
+        raise config_key_error(
+            "key_file", f"is needed by tcp: a file with a secret of at least {_MIN_KEY_BYTES} bytes"
+        )
     if settings.transport == "memory" and not os.path.isabs(settings.socket_folder or ""):
         raise config_key_error("socket_folder", "is needed by memory: an absolute path")
     return settings
@@ -96,11 +98,16 @@ def read_key(settings: PeerSettings) -> bytes:
     return key
 
 
+Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+NumRanks = Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)]
+
+
 class RemoteWorker(msgspec.Struct, frozen=True):
     """An entry of `remote_workers`. id: of the worker. port: its TCP port, 0 without one."""
 
     id: str
-    port: int
+    port: Port
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,9 +125,9 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_engine_id: str | None = None
     remote_request_id: str | None = None
     remote_host: str | None = None
-    remote_port: int | None = None
-    remote_block_ids: list[list[int]] | None = None
-    tp_size: int | None = None
+    remote_port: Port | None = None
+    remote_block_ids: list[list[BlockId]] | None = None
+    tp_size: NumRanks | None = None
     remote_workers: list[RemoteWorker] | None = None
 
     @property
@@ -149,15 +156,17 @@ def transfer_params(params: Mapping[str, Any]) -> TransferParams:
             raise _error(f".{name} is missing: it is part of the answer to the prefill")
     for name in ("remote_engine_id", "remote_request_id"):
         if not _is_id(getattr(found, name)):
-            raise _error(f".{name} is not of tokend: {shown(getattr(found, name))}")
+            raise _error(f".{name} was not made by tokend: {shown(getattr(found, name))}")
+    if not (found.remote_host or "").isascii():
+        raise _error(f".remote_host is no IP address: {shown(found.remote_host)}")
     workers = found.remote_workers or []
     if not 1 <= len(workers) <= _MAX_RANKS:
         raise _error(f".remote_workers must have 1 to {_MAX_RANKS} workers, got {len(workers)}")
     if found.tp_size not in (None, len(workers)):
         raise _error(f".tp_size is {found.tp_size}, remote_workers has {len(workers)}")
     for worker in workers:
-        if not _is_id(worker.id) or not 0 <= worker.port < 1 << 16:
-            raise _error(f".remote_workers has no such worker: {shown(worker)}")
+        if not _is_id(worker.id):
+            raise _error(f".remote_workers: {shown(worker.id)} was not made by tokend")
     return found
 
 
@@ -180,15 +189,18 @@ def transfer_request(config: KVTransferConfig, params: Mapping[str, Any]) -> byt
     if peer is None:
         raise _error(f" needs a server whose --kv-transfer-config has a {PEER}")
     found = transfer_params(params)
-    if found.do_remote_decode and not peer.stores:
-        raise _error(f".do_remote_decode: this server is a {peer.kv_role}, which keeps no KV")
-    if found.do_remote_prefill:
-        if not peer.loads:
-            raise _error(f".do_remote_prefill: this server is a {peer.kv_role}, which loads no KV")
-        settings = peer_settings(peer.kv_connector_extra_config)
-        if settings.transport == "tcp" and found.remote_host not in settings.peers:
-            raise _error(f".remote_host {shown(found.remote_host)} is none of this server's peers")
-    return to_json_line(found) if found.do_remote_decode or found.do_remote_prefill else b""
+    if found.do_remote_decode:
+        if not peer.stores:
+            raise _error(f".do_remote_decode: this server is a {peer.kv_role}, which keeps no KV")
+        return to_json_line(TransferParams(do_remote_decode=True))
+    if not found.do_remote_prefill:
+        return b""
+    if not peer.loads:
+        raise _error(f".do_remote_prefill: this server is a {peer.kv_role}, which loads no KV")
+    settings = peer_settings(peer.kv_connector_extra_config)
+    if settings.transport == "tcp" and found.remote_host not in settings.peers:
+        raise _error(f".remote_host {shown(found.remote_host)} is none of this server's peers")
+    return to_json_line(found)
 
 
 _OWN: Final = (MULTI, PEER, "OffloadingConnector", "SharedStorageConnector")

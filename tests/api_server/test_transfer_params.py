@@ -38,7 +38,10 @@ async def test_transfer_params_are_in_the_last_chunk_and_the_body(start, path, s
 
 # Prefill and decode in two daemons
 
-PEER = {"kv_connector": "PeerConnector"}
+PEER = {
+    "kv_connector": "PeerConnector",
+    "kv_connector_extra_config": {"key_file": "read by workers alone"},
+}
 PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -98,14 +101,22 @@ async def test_the_engine_gets_what_a_router_sends(start, path, sent, expected):
         ({**ANSWER, "do_remote_decode": True}, "both do_remote_prefill and do_remote_decode"),
         ({**ANSWER, "remote_block_ids": [1, 2]}, "remote_block_ids"),
         ({**ANSWER, "remote_block_ids": [["x"]]}, "remote_block_ids"),
-        ({**ANSWER, "remote_request_id": "../../etc"}, "remote_request_id is not of tokend"),
-        ({**ANSWER, "remote_engine_id": "E" * 32}, "remote_engine_id is not of tokend"),
+        ({**ANSWER, "remote_request_id": "../../etc"}, "remote_request_id was not made by tokend"),
+        ({**ANSWER, "remote_engine_id": "E" * 32}, "remote_engine_id was not made by tokend"),
         ({**ANSWER, "remote_host": "10.9.8.7"}, "none of this server's peers"),
         ({**ANSWER, "remote_host": 7}, "remote_host"),
         ({**ANSWER, "tp_size": 2}, "tp_size is 2, remote_workers has 1"),
         ({**ANSWER, "remote_workers": []}, "1 to 256 workers, got 0"),
-        ({**ANSWER, "remote_workers": [{"id": "../x", "port": 1}]}, "no such worker"),
-        ({**ANSWER, "remote_workers": [{"id": "b" * 32, "port": 1 << 16}]}, "no such worker"),
+        ({**ANSWER, "remote_workers": [{"id": "../x", "port": 1}]}, "../x was not made by tokend"),
+        (
+            {**ANSWER, "remote_workers": [{"id": "b" * 32, "port": 1 << 16}]},
+            "remote_workers[0].port",
+        ),
+        ({"do_remote_decode": True, "remote_port": 10**20}, "remote_port"),
+        ({"do_remote_decode": True, "remote_block_ids": [[10**20]]}, "remote_block_ids[0][0]"),
+        ({"do_remote_decode": True, "tp_size": 10**20}, "tp_size"),
+        ({**ANSWER, "remote_host": "\ud800"}, "remote_host is no IP address"),
+        ({**ANSWER, "remote_block_ids": [[-1]]}, "remote_block_ids[0][0]"),
         *[(without(name), f"{name} is missing") for name in ANSWER if name.startswith("remote_e")],
         (without("remote_workers"), "remote_workers is missing"),
     ],
@@ -113,7 +124,10 @@ async def test_the_engine_gets_what_a_router_sends(start, path, sent, expected):
 async def test_wrong_params_are_refused_by_name(start, params, named):
     async with start(kv_transfer_config=json.dumps(PEER)) as front_end:
         fields = {**FIELDS["/v1/completions"], "kv_transfer_params": params}
-        answer = await front_end.http.post("/v1/completions", json=fields)
+        body = json.dumps(fields)  # httpx does not send unpaired surrogates as they are
+        answer = await front_end.http.post(
+            "/v1/completions", content=body, headers={"content-type": "application/json"}
+        )
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "kv_transfer_params")
         assert named in error["message"]

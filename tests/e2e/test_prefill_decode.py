@@ -105,7 +105,7 @@ def test_decode_goes_on_with_the_kv_of_prefill(
         body = {"prompt": prompt, **COMPLETION}
         found = post(second, "/v1/completions", **body, kv_transfer_params=params)
         assert found["choices"] == post(first, "/v1/completions", **body)["choices"]
-        assert "was not loaded: unknown engine" in second.text
+        assert "was not loaded: no connection to the producer" in second.text
         assert eventually(lambda: has_no_block(first) and has_no_block(second), 10)
 
         # What another router, or an attacker, makes of the parameters is refused or computed.

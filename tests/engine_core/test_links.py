@@ -16,6 +16,7 @@ from engine_core.validation import RequestLimits
 from engine_core.worker_group import WorkerFailedError, WorkerGroup
 from proto import PROTOCOL_VERSION
 from proto.messages.engine_io import Abort, AdminReply, EngineCoreOutput, EngineCoreOutputs
+from proto.messages.kv_connector import KVConnectorOutput, KVConnectorReport
 from proto.messages.lifecycle import (
     CacheReady,
     EngineAlive,
@@ -353,6 +354,29 @@ def test_a_start_waits_for_every_rank(run_dir, closing):
     ranks.receive()
     assert ranks.group.is_ready
     assert ranks.log == [WorkersReady(EPOCH)]
+
+
+def test_reports_of_a_connector_are_no_progress_while_a_step_is_owed(run_dir, closing):
+    """Its thread goes on when a GPU, or another rank, hangs in a step."""
+    ranks = Ranks(run_dir, closing)
+    ranks.start()
+    ranks.peers[0].send(KVConnectorReport(EPOCH, 0, KVConnectorOutput()))
+    ranks.receive()
+    assert len(ranks.group.pop_kv_reports()) == 1
+    assert ranks.group.num_kv_reports == 1
+    ranks.group.send_step(step(1))
+    ranks.peers[0].send(KVConnectorReport(EPOCH, 0, KVConnectorOutput()))
+    ranks.receive()
+    assert len(ranks.group.pop_kv_reports()) == 1, "the connector gets it all the same"
+    assert ranks.group.num_kv_reports == 1
+    for peer in ranks.peers:
+        peer.send(ModelRunnerOutput(EPOCH, 1, [], []))
+    while ranks.group.awaited_ranks:
+        ranks.receive()
+    ranks.peers[0].send(KVConnectorReport(EPOCH, 0, KVConnectorOutput()))
+    ranks.receive()
+    ranks.group.pop_kv_reports()
+    assert ranks.group.num_kv_reports == 2
 
 
 def test_a_step_is_complete_when_every_rank_has_answered(run_dir, closing):

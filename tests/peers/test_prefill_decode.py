@@ -16,8 +16,11 @@ pytestmark = [pytest.mark.suite("peers"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def daemons() -> Iterator[tuple[Daemon, Daemon]]:
-    pair = start_daemon("kv_producer", 1, {}), start_daemon("kv_consumer", 1, {})
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Daemon]]:
+    key_file = tmp_path_factory.mktemp("key") / "key"
+    key_file.write_text("0123456789abcdef")
+    extra = {"key_file": str(key_file)}
+    pair = start_daemon("kv_producer", 1, extra), start_daemon("kv_consumer", 1, extra)
     try:
         for daemon in pair:
             daemon.wait_ready()

@@ -7,18 +7,29 @@ from typing import Any
 import pytest
 
 from proto.errors import ConfigError
-from proto.settings.config import CacheConfig, ModelConfig, ServeConfig
+from proto.settings.config import CacheConfig, ModelConfig, ReliabilityConfig, ServeConfig
 from proto.settings.kv_media_checks import (
     check_media,
     kv_outlives_process,
     require_copies_of_states,
 )
 
+KEY_FILE = __file__
+"""Any file that is long enough."""
 
-def serve(extra: dict[str, Any], **model: Any) -> ServeConfig:
-    document = {"kv_connector": "PeerConnector", "kv_connector_extra_config": extra}
+
+def serve(
+    extra: dict[str, Any], *, role: str = "kv_both", step_timeout: float = 60.0, **model: Any
+) -> ServeConfig:
+    document = {
+        "kv_connector": "PeerConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"key_file": KEY_FILE, **extra},
+    }
     return ServeConfig(
-        cache=CacheConfig(kv_transfer_config=json.dumps(document)), model=ModelConfig(**model)
+        cache=CacheConfig(kv_transfer_config=json.dumps(document)),
+        model=ModelConfig(**model),
+        reliability=ReliabilityConfig(step_timeout=step_timeout),
     )
 
 
@@ -31,8 +42,7 @@ def serve(extra: dict[str, Any], **model: Any) -> ServeConfig:
         ({"transport": "memory", "socket_folder": "sockets"}, "an absolute path"),
         ({"host": "localhost"}, "host is no IP address"),
         ({"host": "0.0.0.0"}, "host 0.0.0.0 names no host"),
-        ({"host": "10.0.0.1"}, "host 10.0.0.1 is not loopback, which needs key_file"),
-        ({"peers": ["10.0.0.1"]}, "peers 10.0.0.1 is not loopback, which needs key_file"),
+        ({"key_file": None}, "key_file is needed by tcp"),
         ({"peers": "10.0.0.1"}, "peers"),
         ({"port": 70_000}, "port must be between 0 and 65535"),
         ({"lease_seconds": 0}, "lease_seconds must be more than 0"),
@@ -45,10 +55,30 @@ def test_wrong_settings_are_named(extra: dict[str, Any], named: str) -> None:
         check_media(serve(extra))
 
 
-def test_a_key_allows_other_hosts(tmp_path: Path) -> None:
-    key_file = tmp_path / "key"
-    key_file.write_text("0123456789abcdef\n")
-    check_media(serve({"host": "10.0.0.1", "peers": ["10.0.0.2"], "key_file": str(key_file)}))
+def test_a_key_allows_other_hosts() -> None:
+    check_media(serve({"host": "10.0.0.1", "peers": ["10.0.0.2"]}))
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_tcp_needs_a_key_in_every_role_and_memory_in_none(tmp_path: Path, role: str) -> None:
+    with pytest.raises(ConfigError, match="key_file is needed by tcp"):
+        check_media(serve({"key_file": None}, role=role))
+    memory = {"transport": "memory", "socket_folder": str(tmp_path), "key_file": None}
+    check_media(serve(memory, role=role))
+
+
+@pytest.mark.parametrize(
+    ("key", "role"), [("lease_seconds", "kv_producer"), ("load_timeout", "kv_consumer")]
+)
+def test_waits_are_shorter_than_a_step_may_be(key: str, role: str) -> None:
+    """Else the workers would count as hung; a role that does not use a wait has no limit."""
+    for seconds, step_timeout in ((60, 60.0), (30, 20.0)):
+        with pytest.raises(ConfigError, match=f"{key} must be less than --step-timeout"):
+            check_media(serve({key: seconds}, role=role, step_timeout=step_timeout))
+    other = "kv_consumer" if role == "kv_producer" else "kv_producer"
+    check_media(serve({key: 100}, role=other))
+    check_media(serve({key: 59}, role=role))
+    check_media(serve({key: 100}, role=role, step_timeout=0.0))
 
 
 def test_kv_of_two_weight_formats_is_not_handed_over() -> None:

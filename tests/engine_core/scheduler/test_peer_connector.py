@@ -39,6 +39,8 @@ PREFILL = {
 """What vllm-router sends to the prefill."""
 ADDRESSES = [PeerWorkerAddress(f"{rank}" * 32, 7000 + rank) for rank in range(2)]
 
+EXTRA = {"key_file": "read by workers alone"}
+
 
 class Engine(EngineHarness):
     """An engine with a PeerConnector, whose workers' half is the test. role: of the connector."""
@@ -65,10 +67,16 @@ class Engine(EngineHarness):
             unblock=unblock,
             is_storable=is_storable,
         )
-        config = KVTransferConfig(kv_connector="PeerConnector", kv_role=self.role)
+        config = KVTransferConfig(
+            kv_connector="PeerConnector", kv_role=self.role, kv_connector_extra_config=EXTRA
+        )
         if not self.multi:
             return PeerScheduler(config, context)
-        child = {"kv_connector": "PeerConnector", "kv_role": self.role}
+        child = {
+            "kv_connector": "PeerConnector",
+            "kv_role": self.role,
+            "kv_connector_extra_config": EXTRA,
+        }
         return MultiScheduler(
             KVTransferConfig(
                 kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [child]}
@@ -434,8 +442,9 @@ def test_several_ranks_answer_when_all_have_an_address():
 
 def test_recurrent_states_are_refused_by_name():
     context = replace(plain_context(), state_slots=object())
+    config = KVTransferConfig(kv_connector="PeerConnector", kv_connector_extra_config=EXTRA)
     with pytest.raises(ConfigError, match="PeerConnector does not copy recurrent states"):
-        create_scheduler_connector(KVTransferConfig(kv_connector="PeerConnector"), context)
+        create_scheduler_connector(config, context)
 
 
 def test_a_request_keeps_its_place_while_another_choice_of_it_loads(pair):

@@ -1,5 +1,6 @@
 """KV from daemon to daemon: what two workers send, take and refuse, over real sockets."""
 
+import errno
 import re
 import select
 import socket
@@ -7,6 +8,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,10 +42,16 @@ NUM_BLOCKS = 40
 KEYS = [bytes([value]) * 37 for value in range(1, 31)]
 REQUEST = "a" * 32
 TENANT = 7
+SECRET = b"0123456789abcdef"
 
 
 class Side:
-    """A worker of one daemon with its KV cache, whose loop is the test."""
+    """A worker of one daemon with its KV cache, whose loop is the test.
+
+    key_file: has SECRET; of all sides that are given no other one.
+    """
+
+    key_file = Path()
 
     def __init__(
         self,
@@ -60,6 +68,7 @@ class Side:
         geometry = kv_cache_geometry(layout, 2, 8, dtype)
         self.cache = KVCache(geometry, layout, NUM_BLOCKS, block_size)
         self.rows = self.cache.block_rows()
+        extra.setdefault("key_file", str(self.key_file))
         config = KVTransferConfig(
             kv_connector="PeerConnector", kv_role=role, kv_connector_extra_config=extra
         )
@@ -131,8 +140,11 @@ class Side:
 
 
 @pytest.fixture
-def sides():
+def sides(tmp_path_factory, monkeypatch):
     """Return a function that makes a Side, closed after the test."""
+    key_file = tmp_path_factory.mktemp("key") / "key"
+    key_file.write_bytes(SECRET)
+    monkeypatch.setattr(Side, "key_file", key_file)
     with ExitStack() as stack:
 
         def make(**options: Any) -> Side:
@@ -144,7 +156,8 @@ def sides():
 
 
 def transport(name: str, folder: Path) -> dict[str, Any]:
-    return {"transport": "memory", "socket_folder": str(folder)} if name == "memory" else {}
+    memory = {"transport": "memory", "socket_folder": str(folder), "key_file": None}
+    return memory if name == "memory" else {}
 
 
 def filled(side: Side) -> torch.Tensor:
@@ -268,7 +281,7 @@ def test_a_dead_producer_fails_the_load(sides, tmp_path, caplog, name):
     prefill.hold()
     prefill.close()
     assert decode.load(prefill.source()) == list(range(5, 35))
-    assert "unknown engine" in warnings(caplog)
+    assert "no connection to the producer" in warnings(caplog)
 
 
 class TestKeys:
@@ -282,10 +295,8 @@ class TestKeys:
         prefill = sides(key_file=right)
         expected = filled(prefill)
         prefill.hold()
-        for key_file in ({"key_file": wrong}, {}):
-            assert sides(**key_file).load(prefill.source()) != []
-            assert "another key_file" in warnings(caplog)
-            caplog.clear()
+        assert sides(key_file=wrong).load(prefill.source()) != []
+        assert "another key_file" in warnings(caplog)
         decode = sides(key_file=right)
         assert decode.load(prefill.source()) == []
         assert torch.equal(decode.rows[5:35], expected)
@@ -303,11 +314,11 @@ class TestKeys:
             with pytest.raises(PeerError):
                 channels.open_as_consumer(channel, layout)
 
-    def test_a_short_key_and_an_address_without_one_are_refused(self, tmp_path):
+    def test_a_short_key_and_none_are_refused(self, tmp_path):
         with pytest.raises(ConfigError, match="key_file needs 16 bytes, has 5"):
             Side(key_file=self.key_file(tmp_path, "short"))
-        with pytest.raises(ConfigError, match=r"host 10.0.0.1 is not loopback, which needs key"):
-            Side(host="10.0.0.1")
+        with pytest.raises(ConfigError, match="key_file is needed by tcp"):
+            Side(key_file=None)
 
 
 class TestLeases:
@@ -331,6 +342,39 @@ class TestLeases:
         decode.step(releases=[(prefill.source(), "the request has ended")])
         assert prefill.await_sent() == 1
 
+    def test_heartbeats_go_on_after_a_socket_could_not_be_made(self, sides, monkeypatch):
+        monkeypatch.setattr(consumer, "HEARTBEAT_SECONDS", 0.02)
+        prefill, decode = sides(), sides()
+        failures = [OSError(errno.EMFILE, "Too many open files")] * 2
+
+        def fail_twice(*args):
+            if failures:
+                raise failures.pop()
+            return socket.socket(*args)
+
+        module = SimpleNamespace(**{**vars(socket), "socket": fail_twice})
+        monkeypatch.setattr(consumer, "socket", module)
+        prefill.hold()
+        decode.step(watches=[prefill.source()])
+        prefill.read_report()
+        assert prefill.reports, "a heartbeat has arrived"
+        assert not failures
+
+    def test_a_silent_address_costs_one_wait_a_round(self, sides, monkeypatch):
+        """Forged sources with its address do not delay the heartbeats of others."""
+        monkeypatch.setattr(consumer, "_SHORT_SECONDS", 0.3)
+        prefill, decode = sides(), sides()
+        prefill.hold()
+        with SilentProducer() as silent:
+            forged = [
+                PeerSource(f"{number:032x}", "127.0.0.1", [silent.worker(number)])
+                for number in range(1000)
+            ]
+            decode.step(watches=[*forged, prefill.source()])
+            prefill.read_report()
+            assert prefill.reports, "a heartbeat has arrived"
+            assert silent.num_connections() == 1
+
     def test_an_extension_never_shortens_a_lease(self, sides):
         prefill = sides(lease_seconds=500.0)
         prefill.hold()
@@ -346,13 +390,78 @@ class TestLeases:
         decode.step(watches=[prefill.source()])
         assert prefill.await_sent() == 1
 
-    def test_the_engine_can_drop_a_lease(self, sides, monkeypatch):
-        monkeypatch.setattr(producer, "_REGISTER_SECONDS", 0.05)
-        prefill, decode = sides(), sides()
+    def test_the_engine_can_drop_a_lease(self, sides, monkeypatch, caplog):
+        """A request whose lease has ended is answered at once."""
+        monkeypatch.setattr(producer, "_REGISTER_SECONDS", 1000.0)
+        monkeypatch.setattr(producer, "_RELEASE_SECONDS", 1000.0)
+        prefill, decode = sides(), sides(load_timeout=20.0)
         prefill.hold()
         prefill.step(drops=[1])
         assert prefill.await_sent() == 1
         assert decode.load(prefill.source(), KEYS[:1]) == [5]
+        assert "its lease has ended" in warnings(caplog)
+        prefill.worker._leases.release(REQUEST)
+
+    def test_few_ended_leases_are_remembered(self, sides, monkeypatch):
+        monkeypatch.setattr(producer, "_MAX_REMEMBERED", 3)
+        prefill = sides()
+        for number in range(9):
+            prefill.hold(request=f"{number:032x}", seq_id=number)
+            prefill.step(drops=[number])
+        assert list(prefill.worker._leases._remembered) == [f"{each:032x}" for each in (6, 7, 8)]
+
+    def test_a_release_waits_less_than_its_consumer(self):
+        assert producer._RELEASE_SECONDS < consumer._SHORT_SECONDS
+
+
+class SilentProducer:
+    """Connections succeed, and are never answered."""
+
+    def __enter__(self) -> "SilentProducer":
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self._accepted: list[socket.socket] = []
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.num_connections()
+        for each in (self._listener, *self._accepted):
+            each.close()
+
+    def worker(self, number: int = 0) -> PeerWorkerAddress:
+        return PeerWorkerAddress(f"{number:032x}", self._listener.getsockname()[1])
+
+    def num_connections(self) -> int:
+        self._listener.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                self._accepted.append(self._listener.accept()[0])
+        return len(self._accepted)
+
+
+def test_a_silent_peer_fails_a_load_long_before_its_deadline(sides, monkeypatch, caplog):
+    monkeypatch.setattr(consumer, "_SHORT_SECONDS", 0.05)
+    decode = sides(load_timeout=1000.0)
+    with SilentProducer() as silent:
+        source = PeerSource(REQUEST, "127.0.0.1", [silent.worker()])
+        assert decode.load(source, KEYS[:1]) == [5]
+        assert "no answer in time" in warnings(caplog)
+        assert silent.num_connections() >= 3
+
+
+def test_a_load_has_its_whole_time_after_the_greeting(sides, monkeypatch):
+    monkeypatch.setattr(consumer, "_SHORT_SECONDS", 1.0)
+    prefill, decode = sides(), sides()
+    expected = filled(prefill)
+    copy_out = prefill.worker._leases.copy_out
+
+    def copy_late(fetch, memory):
+        time.sleep(1.2)
+        copy_out(fetch, memory)
+
+    prefill.worker._leases.copy_out = copy_late
+    prefill.hold()
+    assert decode.load(prefill.source()) == []
+    assert torch.equal(decode.rows[5:35], expected)
 
 
 class LyingProducer:
@@ -376,7 +485,7 @@ class LyingProducer:
             with connection:
                 channel = Channel(connection, time.monotonic() + 10)
                 try:
-                    channels.greet_consumer(channel, b"", self.address.worker_id)
+                    channels.greet_consumer(channel, SECRET, self.address.worker_id)
                     channel.receive_from_consumer()
                     channel.send(channels.Opened())
                     channel.receive_from_consumer()
@@ -401,7 +510,7 @@ class LyingProducer:
         ([], "closed the connection"),
         ([b"\x00\x00"], "closed the connection"),
         ([b"\xff\xff\xff\xff"], "4294967295 bytes"),
-        ([b"\x05\x00\x00\x00hello" + bytes(32)], "not of the other daemon"),
+        ([b"\x05\x00\x00\x00hello" + bytes(32)], "not from the other daemon"),
         ([Blocks([1, 2, 3])], "3 blocks in place of 1"),
         ([Blocks([])], "0 blocks in place of 1"),
         ([Blocks([1]), bytes(10)], "closed the connection"),
@@ -463,6 +572,23 @@ def test_what_is_no_greeting_ends_its_connection_alone(sides, first_bytes):
             assert connection.recv(100) == b""
     assert decode.load(prefill.source()) == []
     assert torch.equal(decode.rows[5:35], expected)
+
+
+def test_connections_without_a_greeting_end_soon(sides, monkeypatch):
+    """So they do not keep others out, of which there may be only a few at a time."""
+    monkeypatch.setattr(producer, "_GREETING_SECONDS", 0.05)
+    monkeypatch.setattr(producer, "_MAX_CONNECTIONS", 2)
+    prefill, decode = sides(), sides()
+    prefill.hold()
+    with ExitStack() as stack:
+        address = ("127.0.0.1", prefill.address.port)
+        for first_bytes in (b"", encode(Hello(1, b"n" * 16))):
+            connection = stack.enter_context(socket.create_connection(address, 10))
+            connection.sendall(len(first_bytes).to_bytes(4, "little") + first_bytes)
+            while connection.recv(1000):
+                pass
+        monkeypatch.setattr(producer, "_GREETING_SECONDS", 5.0)
+        assert decode.load(prefill.source()) == []
 
 
 def test_another_version_is_named(sides):

@@ -96,7 +96,7 @@ class Channel:
         self.receive_bytes(memoryview(header))
         (length,) = _LENGTH.unpack(header)
         if length > _MAX_FRAME:
-            raise PeerError(f"a message of {length} bytes, at most {_MAX_FRAME} are allowed")
+            raise PeerError(f"the other daemon sent a message of {length} bytes, over {_MAX_FRAME}")
         frame = bytearray(length + (_CODE_BYTES if self._receive_key else 0))
         self.receive_bytes(memoryview(frame))
         payload = bytes(frame[:length])
@@ -104,7 +104,9 @@ class Channel:
             expected = _code(self._receive_key, self._num_received, payload)
             self._num_received += 1
             if not hmac.compare_digest(expected, frame[length:]):
-                raise PeerError("a message that is not of the other daemon, or another key_file")
+                raise PeerError(
+                    "a message is not from the other daemon, or it has another key_file"
+                )
         try:
             return decoder.decode(payload)
         except ProtocolError as error:
@@ -119,7 +121,7 @@ class Channel:
         if isinstance(answer, Refusal):
             raise PeerError(one_line(answer.reason))
         if not isinstance(answer, kind):
-            raise PeerError(f"{type(answer).__name__} in place of {kind.__name__}")
+            raise PeerError(f"the producer sent {type(answer).__name__}, not {kind.__name__}")
         return answer
 
     def send_bytes(self, data: bytes | memoryview) -> None:
@@ -144,7 +146,7 @@ class Channel:
     def _limit_time(self) -> None:
         seconds = self.deadline - time.monotonic()
         if seconds <= 0.0:
-            raise ConnectionLostError("no answer in time")
+            raise ConnectionLostError("there was no answer in time")
         self.socket.settimeout(seconds)
 
 
@@ -159,7 +161,7 @@ def _code(key: bytes, number: int, payload: bytes) -> bytes:
 
 def _lost(error: OSError) -> ConnectionLostError:
     if isinstance(error, TimeoutError):
-        return ConnectionLostError("no answer in time")
+        return ConnectionLostError("there was no answer in time")
     return ConnectionLostError(error.strerror or str(error))
 
 
@@ -172,10 +174,12 @@ def greet_producer(channel: Channel, secret: bytes, worker_id: str) -> None:
     channel.send(Hello(PEER_VERSION, nonce))
     welcome = channel.receive_answer(Welcome)
     if welcome.version != PEER_VERSION:
-        raise PeerError(f"version {welcome.version} of the protocol, not {PEER_VERSION}")
+        raise PeerError(
+            f"the producer has version {welcome.version} of the protocol, not {PEER_VERSION}"
+        )
     nonces = nonce + welcome.nonce
     if not hmac.compare_digest(_proof(secret, nonces, welcome.worker_id), welcome.proof):
-        raise PeerError("another key_file")
+        raise PeerError("the producer has another key_file")
     if welcome.worker_id != worker_id:
         raise PeerError("unknown engine: another one, or a restarted one, has its address")
     channel.use_keys(secret, nonces, is_producer=False)
@@ -185,10 +189,11 @@ def greet_consumer(channel: Channel, secret: bytes, worker_id: str) -> None:
     """Begin a connection as the producer."""
     hello = channel.receive_from_consumer()
     if not isinstance(hello, Hello) or len(hello.nonce) != NONCE_BYTES:
-        raise PeerError("no greeting")
+        raise PeerError("the consumer sent no greeting")
     if hello.version != PEER_VERSION:
-        channel.send(Refusal(f"version {PEER_VERSION} of the protocol, not {hello.version}"))
-        raise PeerError(f"version {hello.version} of the protocol, not {PEER_VERSION}")
+        versions = f"version {PEER_VERSION} of the protocol, not {hello.version}"
+        channel.send(Refusal(f"the producer has {versions}"))
+        raise PeerError(f"this daemon has {versions}")
     nonce = secrets.token_bytes(NONCE_BYTES)
     nonces = hello.nonce + nonce
     proof = _proof(secret, nonces, worker_id)
@@ -208,7 +213,7 @@ def open_as_consumer(channel: Channel, layout: PeerLayout) -> None:
 def check_layout(message: ToProducer, layout: PeerLayout) -> None:
     """Raise PeerError for a consumer with another layout of KV, which the error names."""
     if not isinstance(message, Open):
-        raise PeerError("no layout")
+        raise PeerError("the consumer sent no layout")
     if difference := layout.difference(message.layout):
         raise PeerError(f"the consumer has {difference}")
 
@@ -260,7 +265,7 @@ class TcpTransport(BlockTransport):
     def receive(self, num_blocks: int, area: int) -> Iterator[memoryview]:
         checksums = self._channel.receive_answer(Blocks).checksums
         if len(checksums) != num_blocks:
-            raise PeerError(f"{len(checksums)} blocks in place of {num_blocks}")
+            raise PeerError(f"the producer sent {len(checksums)} blocks in place of {num_blocks}")
         for index, checksum in enumerate(checksums):
             block = self._memory[index * self._size : (index + 1) * self._size]
             self._channel.receive_bytes(block)
@@ -291,7 +296,7 @@ class MemoryTransport(BlockTransport):
 
     def batch_memory(self, area: int) -> memoryview:
         if not 0 <= area < _AREAS:
-            raise PeerError(f"no area {area}")
+            raise PeerError(f"there is no area {area}")
         return self._memory[area * self._area_bytes : (area + 1) * self._area_bytes]
 
     def send(self, num_blocks: int, area: int) -> None:
@@ -330,13 +335,13 @@ def _receive_file(channel: Channel, num_bytes: int) -> int:
     except OSError as error:
         raise _lost(error) from None
     if not files:
-        raise PeerError("no shared memory")
+        raise PeerError("the producer sent no shared memory")
     (file,) = files
     try:
         found = os.fstat(file).st_size
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
         if found != num_bytes or seals & _SEALS != _SEALS:
-            raise PeerError(f"shared memory of {found} bytes, not {num_bytes} sealed ones")
+            raise PeerError(f"the shared memory has {found} bytes, not {num_bytes} sealed ones")
     except (OSError, PeerError) as error:
         os.close(file)
         raise PeerError(str(error)) from None

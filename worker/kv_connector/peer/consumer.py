@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from proto.messages.kv_peer import (
@@ -18,6 +18,7 @@ from proto.messages.kv_peer import (
     PeerLayout,
     PeerLoad,
     PeerSource,
+    PeerWorkerAddress,
     Release,
 )
 from proto.settings.kv_peer import PeerSettings
@@ -47,7 +48,7 @@ _MAX_RELEASES: Final = 2
 _MAX_CONNECTIONS: Final = 3
 """Connections of a load: after one is lost, the next fetches what is missing."""
 _SHORT_SECONDS: Final = 2.0
-"""For a connection, a heartbeat or a release."""
+"""For a connection with its greeting, a heartbeat or a release."""
 _CLOSE_SECONDS: Final = 1.0
 
 
@@ -190,7 +191,7 @@ class PeerFetcher:
             return self._blocks.block_bytes
 
         if not job.access_cache(block, copy):
-            raise PeerError("it was ended")
+            raise PeerError("the load was ended")
 
     def _transport(self, channel: Channel) -> BlockTransport:
         size = self._layout.block_bytes
@@ -217,12 +218,15 @@ class PeerFetcher:
                 if not watched:
                     self._changed.wait()
                     continue
-            by_worker: dict[str, list[PeerSource]] = {}
+            by_worker: dict[tuple[str, PeerWorkerAddress], list[PeerSource]] = {}
             for source in watched[:MAX_WATCHED]:
                 rank = min(self._layout.rank, len(source.workers) - 1)
-                by_worker.setdefault(source.workers[rank].worker_id, []).append(source)
-            for sources in by_worker.values():
-                self._send_heartbeat(sources)
+                by_worker.setdefault((source.host, source.workers[rank]), []).append(source)
+            silent: set[tuple[str, int | str]] = set()
+            for (host, worker), sources in by_worker.items():
+                place = host, worker.port or worker.worker_id
+                if place not in silent and not self._send_heartbeat(sources):
+                    silent.add(place)
             with self._changed:
                 self._wait_for_others({source.request_id for source in watched})
 
@@ -232,32 +236,43 @@ class PeerFetcher:
             lambda: self._is_closed or not self._watched.keys() <= known, HEARTBEAT_SECONDS
         )
 
-    def _send_heartbeat(self, sources: Sequence[PeerSource]) -> None:
+    def _send_heartbeat(self, sources: Sequence[PeerSource]) -> bool:
+        """Send a heartbeat to one worker; return whether it answered, even with a refusal."""
         try:
             with self._connected(sources[0], time.monotonic() + _SHORT_SECONDS) as channel:
                 channel.send(Heartbeat([source.request_id for source in sources]))
                 channel.receive_answer(Alive)
         except PeerError as error:
             logger.debug("no heartbeat at %s: %s", sources[0].host, error)
+            return not isinstance(error, ConnectionLostError)
+        return True
 
     @contextmanager
     def _connected(self, source: PeerSource, deadline: float) -> Iterator[Channel]:
-        """Connect with the producer's worker of this rank; raises PeerError."""
+        """Connect with the producer's worker of this rank; raises PeerError.
+
+        A producer that does not greet in time fails long before the deadline of a load, so it does
+        not keep the threads of other loads.
+        """
         if len(source.workers) != self._layout.num_ranks:
             raise PeerError(
-                f"{len(source.workers)} tensor-parallel workers, not {self._layout.num_ranks}"
+                f"the producer has {len(source.workers)} tensor-parallel workers, "
+                f"not {self._layout.num_ranks}"
             )
         worker = source.workers[self._layout.rank]
         uses_memory = self._settings.transport == "memory"
         if not uses_memory and not worker.port:
-            raise PeerError("the producer does not listen on TCP: another transport")
+            raise PeerError("the producer does not listen on TCP: it has another transport")
         if uses_memory:
             family = socket.AF_UNIX
         else:
             family = socket.AF_INET6 if ":" in source.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as connection, self._tracked(connection):
-            connection.settimeout(max(0.001, min(_SHORT_SECONDS, deadline - time.monotonic())))
+        greeting_end = min(deadline, time.monotonic() + _SHORT_SECONDS)
+        with ExitStack() as stack:
             try:
+                connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                stack.enter_context(self._tracked(connection))
+                connection.settimeout(max(0.001, greeting_end - time.monotonic()))
                 if uses_memory:
                     connection.connect(str(socket_path(self._settings, worker.worker_id)))
                     check_user(connection)
@@ -265,11 +280,12 @@ class PeerFetcher:
                     connection.connect((source.host, worker.port))
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             except OSError as error:
-                reason = error.strerror or "no answer in time"
-                raise ConnectionLostError(f"unknown engine: {reason}") from None
-            channel = Channel(connection, deadline)
+                reason = error.strerror or str(error)
+                raise ConnectionLostError(f"no connection to the producer: {reason}") from None
+            channel = Channel(connection, greeting_end)
             greet_producer(channel, self._secret, worker.worker_id)
             open_as_consumer(channel, self._layout)
+            channel.deadline = deadline
             yield channel
 
     @contextmanager

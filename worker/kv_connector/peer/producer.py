@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +56,17 @@ logger = logging.getLogger("tokend.kv_peer")
 EXTENSION_SECONDS: Final = 20.0
 """What a heartbeat leaves of a lease, at least."""
 MAX_LEASE_SECONDS: Final = 900.0
-"""After this long a lease ends whatever is heard."""
+"""After this long a lease ends in spite of heartbeats."""
 MAX_PORTS: Final = 64
 _MAX_CONNECTIONS: Final = 64
 _REGISTER_SECONDS: Final = 2.0
 """How long a request may be unknown: its answer may be here before the step with its lease."""
+_RELEASE_SECONDS: Final = 1.0
+"""The same for a Release, whose consumer waits 2 s in all."""
+_MAX_REMEMBERED: Final = 1024
+"""Requests whose leases have ended, which are answered at once."""
+_GREETING_SECONDS: Final = 2.0
+"""For a greeting and its Open: until then a connection without the key counts like all others."""
 _FRAME_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 1.0
@@ -87,6 +94,7 @@ class Leases:
         self._changed = threading.Condition()
         self._leases: dict[str, _Lease] = {}
         self._ended: list[int] = []
+        self._remembered: deque[str] = deque(maxlen=_MAX_REMEMBERED)
         self._is_closed = False
 
     def add(self, hold: PeerHold) -> None:
@@ -116,17 +124,19 @@ class Leases:
         """Copy the blocks of a Fetch one after the other; raises PeerError for any other blocks."""
         size = self._copier.block_bytes
         if not 0 < len(fetch.keys) <= batch_blocks(size):
-            raise PeerError(f"{len(fetch.keys)} blocks at a time")
-        self._await(fetch.request_id)
+            raise PeerError(f"the consumer asked for {len(fetch.keys)} blocks at a time")
+        self._await(fetch.request_id, _REGISTER_SECONDS)
         with self._changed:
             lease = self._leases.get(fetch.request_id)
             if lease is None or self._is_closed:
                 raise PeerError("unknown request: its lease has ended, or it never had one")
             if lease.tenant != fetch.tenant:
-                raise PeerError("another tenant")
+                raise PeerError("the KV belongs to another tenant")
             blocks = [lease.blocks.get(key) for key in fetch.keys]
             if None in blocks:
-                raise PeerError("unknown block: other tokens, or another salt, adapter or image")
+                raise PeerError(
+                    "unknown block: the consumer has other tokens, salt, adapter or images"
+                )
             self._extend(lease)
             lease.wait_for_steps()
             for index, block in enumerate(blocks):
@@ -135,7 +145,7 @@ class Leases:
 
     def release(self, request_id: str) -> None:
         """End the lease of a request, if it has one."""
-        self._await(request_id)
+        self._await(request_id, _RELEASE_SECONDS)
         with self._changed:
             self._end([request_id] if request_id in self._leases else [])
 
@@ -171,11 +181,13 @@ class Leases:
             self._leases.clear()
             self._changed.notify_all()
 
-    def _await(self, request_id: str) -> None:
+    def _await(self, request_id: str, seconds: float) -> None:
+        """Wait until a request has a lease, unless it had one."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: request_id in self._leases or self._is_closed, _REGISTER_SECONDS
-            )
+            if request_id not in self._remembered:
+                self._changed.wait_for(
+                    lambda: request_id in self._leases or self._is_closed, seconds
+                )
 
     def _extend(self, lease: _Lease) -> None:
         lease.end = max(lease.end, min(time.monotonic() + EXTENSION_SECONDS, lease.last))
@@ -183,6 +195,7 @@ class Leases:
     def _end(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._ended.append(self._leases.pop(request_id).seq_id)
+            self._remembered.append(request_id)
         if request_ids:
             self._notify()
 
@@ -276,7 +289,7 @@ class PeerServer:
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer one consumer until the connection ends."""
-        channel = Channel(connection, time.monotonic() + _FRAME_SECONDS)
+        channel = Channel(connection, time.monotonic() + _GREETING_SECONDS)
         try:
             if self._uses_memory:
                 check_user(connection)
@@ -337,7 +350,7 @@ class PeerServer:
             self._leases.release(message.request_id)
             known = []
         else:
-            raise PeerError(f"unexpected {type(message).__name__}")
+            raise PeerError(f"the consumer sent an unexpected {type(message).__name__}")
         channel.send(Alive(known))
 
 
