@@ -127,7 +127,7 @@ def test_a_ping_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_dir, c
     io = EngineIO(supervisor_io, front_ends, Poller([link]), engine.scheduler, processor, outputs)
     supervisor.send(Ping())
     assert not io.receive_messages(0.2), "nothing has happened"
-    assert receive(supervisor) == [EngineAlive(EPOCH, 7, (), True)]
+    assert receive(supervisor) == [EngineAlive(EPOCH, 7, (), True, catches_up=True)]
     supervisor.send(Ping())
     supervisor.send(Shutdown())
     assert io.receive_messages()
