@@ -4,6 +4,7 @@ SmolLM2 in float32. The bodies are those with which vllm-router sends a request 
 """
 
 import json
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,13 @@ def test_decode_goes_on_with_the_kv_of_prefill(
     tmp_path: Path, transport: str, num_workers: int
 ) -> None:
     extra: dict[str, Any] = {"transport": transport}
-    if transport == "memory":
-        extra["socket_folder"] = str(tmp_path)
-    else:
-        key_file = tmp_path / "key"
-        key_file.write_text("0123456789abcdef")
-        extra["key_file"] = str(key_file)
     with ExitStack() as stack:
+        if transport == "memory":  # its paths are those of Unix sockets, which must be short
+            extra["socket_folder"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="td-"))
+        else:
+            key_file = tmp_path / "key"
+            key_file.write_text("0123456789abcdef")
+            extra["key_file"] = str(key_file)
         first = start_daemon("kv_producer", num_workers, extra)
         second = start_daemon("kv_consumer", num_workers, extra)
         for daemon in (first, second):

@@ -4,8 +4,10 @@ import errno
 import re
 import select
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,6 +157,13 @@ def sides(tmp_path_factory, monkeypatch):
         yield make
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a path short enough for Unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="td-") as path:
+        yield Path(path, "sockets")
+
+
 def transport(name: str, folder: Path) -> dict[str, Any]:
     memory = {"transport": "memory", "socket_folder": str(folder), "key_file": None}
     return memory if name == "memory" else {}
@@ -167,10 +176,10 @@ def filled(side: Side) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["tcp", "memory"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_blocks_arrive_as_they_were(sides, monkeypatch, tmp_path, name, dtype):
+def test_blocks_arrive_as_they_were(sides, monkeypatch, folder, name, dtype):
     """In many batches; the producer's blocks are free after that, and nothing else is written."""
     monkeypatch.setattr(channels, "_BATCH_BYTES", 3000)
-    settings = transport(name, tmp_path / "sockets")
+    settings = transport(name, folder)
     prefill = sides(dtype=dtype, role="kv_producer", **settings)
     decode = sides(dtype=dtype, role="kv_consumer", **settings)
     expected = filled(prefill)
@@ -186,8 +195,8 @@ def test_blocks_arrive_as_they_were(sides, monkeypatch, tmp_path, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["tcp", "memory"])
-def test_a_part_of_the_blocks_can_be_loaded(sides, tmp_path, name):
-    settings = transport(name, tmp_path)
+def test_a_part_of_the_blocks_can_be_loaded(sides, folder, name):
+    settings = transport(name, folder)
     prefill, decode = sides(**settings), sides(**settings)
     expected = filled(prefill)
     prefill.hold()
@@ -275,8 +284,8 @@ def test_another_worker_at_the_address_is_an_unknown_engine(sides, caplog):
 
 
 @pytest.mark.parametrize("name", ["tcp", "memory"])
-def test_a_dead_producer_fails_the_load(sides, tmp_path, caplog, name):
-    settings = transport(name, tmp_path)
+def test_a_dead_producer_fails_the_load(sides, folder, caplog, name):
+    settings = transport(name, folder)
     prefill, decode = sides(**settings), sides(**settings)
     prefill.hold()
     prefill.close()
@@ -613,12 +622,12 @@ def test_nothing_is_written_after_the_end_of_an_epoch(sides):
 
 
 @pytest.mark.parametrize("name", ["tcp", "memory"])
-def test_sockets_are_private(sides, tmp_path, name):
-    side = sides(**transport(name, tmp_path / "sockets"))
+def test_sockets_are_private(sides, folder, name):
+    side = sides(**transport(name, folder))
     if name == "tcp":
         assert side.worker._server._listener.getsockname()[0] == "127.0.0.1"
     else:
-        (path,) = (tmp_path / "sockets").iterdir()
+        (path,) = folder.iterdir()
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
 
