@@ -71,7 +71,8 @@ async def test_shutdown_during_a_stream(start):
     async with start(accepts=True) as front_end:
         connection, request = await ask(front_end)
         front_end.engine.emit(request, [40])
-        while not front_end.app_state.metrics.engines[0]._generation_tokens.value:
+        counters = front_end.app_state.metrics.engines[0]._counters
+        while not counters["vllm:generation_tokens"].value:
             await asyncio.sleep(0)
         front_end.app_state.client.close()
         await connection.read_stream()

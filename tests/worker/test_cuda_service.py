@@ -37,6 +37,7 @@ from tests.fakes.cuda_runner import Model, compute_by_torch, host_runner
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.simulated_gpu import SimulatedGpu
+from tests.fakes.started_worker import started_worker
 from tests.fakes.stepped_engine import BLOCK, new_request
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from worker import loaded_model
@@ -97,7 +98,7 @@ class Running:
 
         link = Link.connect(f"{self._run_dir}/s", NewEngine | Shutdown)
         with self.cuda:
-            self.service = service.Worker(self._boot, connect, link)
+            self.service = started_worker(self._boot, connect, link)
             self.service.run()
 
     def expect(self, kind: type) -> Any:

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -32,6 +32,7 @@ from proto.settings.config import CacheConfig, CpuWeights, ModelConfig, ServeCon
 from tests.fakes import lifecycle_messages
 from tests.fakes.links import receive
 from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.started_worker import started_worker
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker import loaded_model
 from worker import worker as engine_wait
@@ -49,14 +50,6 @@ def boot_of_tiny_model(folder: Path, cache: CacheConfig) -> ProcessBoot:
     save_tiny("llama", folder)
     model = prepare_checkpoint(folder, folder / "prepared")
     return lifecycle_messages.boot("worker", config=ServeConfig(cache=cache), model=model)
-
-
-def worker_of(
-    boot: ProcessBoot, connect_engine: Callable[[int], Link], supervisor: Link
-) -> service.Worker:
-    return service.Worker(
-        service.PreparedWorker(boot, supervisor), boot, connect_engine, supervisor
-    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +116,7 @@ class Running:
             cache=CacheConfig(kv_cache_memory=1 << 20),
         )
         boot = lifecycle_messages.boot("worker", config=config, model=model)
-        worker = worker_of(boot, self._connect_engine, link)
+        worker = started_worker(boot, self._connect_engine, link)
         self.errors: list[BaseException] = []
         self.thread = threading.Thread(target=self._run, args=(worker,), daemon=True)
         self.thread.start()
@@ -239,7 +232,7 @@ def test_an_undecodable_message_is_reported_once_and_the_next_engine_is_served(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(worker_path(run_dir, 1, 0), answers)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = worker_of(boot, connect, own)
+        worker = started_worker(boot, connect, own)
         thread = threading.Thread(target=worker.run, daemon=True)
         thread.start()
         assert receive(engine)[0].epoch == 1
@@ -285,7 +278,7 @@ def test_the_output_of_a_step_is_sent_before_the_next_step_runs(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = worker_of(boot, connect, own)
+        worker = started_worker(boot, connect, own)
         engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
         for step in (1, 2):
             nothing = CachedRequestData([], [], [], [], [], [])

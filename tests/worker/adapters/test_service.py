@@ -33,12 +33,13 @@ from tests.fakes import lifecycle_messages
 from tests.fakes.adapters import SEVEN, Served, make_adapter, merged
 from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.started_worker import started_worker
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.layers.adapters import Adapter, StepAdapters
 from worker.loader.adapters.files import Slices
 from worker.plan.memory_plan import plan_memory
 from worker.step.adapter_store import AdapterStore
-from worker.worker import FromEngine, Worker
+from worker.worker import FromEngine
 
 LIMIT_SECONDS = 30.0
 PROMPT = list(range(20, 43))
@@ -79,7 +80,9 @@ class Running:
         self.errors: list[BaseException] = []
         boot = lifecycle_messages.boot("worker", config=config, model=prepared)
         own = Link.connect(f"{run_dir}/s", NewEngine | Shutdown)
-        worker = Worker(boot, lambda epoch: Link.connect(f"{run_dir}/e{epoch}", FromEngine), own)
+        worker = started_worker(
+            boot, lambda epoch: Link.connect(f"{run_dir}/e{epoch}", FromEngine), own
+        )
         self.worker = worker
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

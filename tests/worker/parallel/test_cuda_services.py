@@ -27,6 +27,7 @@ from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_nccl import FakeRanks
 from tests.fakes.simulated_gpu import SimulatedGpu
+from tests.fakes.started_worker import started_worker
 from tests.fakes.stepped_engine import BLOCK
 from tests.worker.parallel.test_two_workers import receive
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
@@ -113,7 +114,7 @@ class Pair:
         )
         self.current.cuda = self.cudas[rank]
         with self.cudas[rank]:
-            service.Worker(
+            started_worker(
                 boot,
                 lambda epoch: Link.connect(worker_path(self._run_dir, epoch, rank), FromEngine),
                 Link.connect(f"{self._run_dir}/s{rank}", NewEngine | Shutdown),

@@ -27,8 +27,8 @@ from proto.runtime.sockets import Link, Poller, worker_path
 from proto.settings.config import CacheConfig, ModelConfig, ParallelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.started_worker import started_worker
 from tests.fakes.tiny_checkpoints import tiny_model
-from worker.worker import Worker
 
 LIMIT_SECONDS = 60.0
 POOL_BYTES = 1 << 20
@@ -69,7 +69,7 @@ class Workers:
         self.links = list(self.supervisors)
         self.engines: list[Link] = []
         workers = [
-            Worker(
+            started_worker(
                 lifecycle_messages.boot(
                     "worker", index=rank, config=config_for(size), model=model, run_dir=run_dir
                 ),
@@ -217,6 +217,6 @@ def test_too_many_workers_for_a_model_are_refused(model: PreparedModel, tmp_path
     boot = lifecycle_messages.boot("worker", index=3, config=config_for(10), model=model)
     supervisor = Link.bind(str(tmp_path / "s"), ToSupervisor)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 10: LlamaForCausalLM") as error:
-        Worker(boot, lambda epoch: supervisor, supervisor)
+        started_worker(boot, lambda epoch: supervisor, supervisor)
     assert error.value.param == "tensor_parallel_size"
     supervisor.close()
