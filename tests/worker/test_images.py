@@ -50,6 +50,8 @@ from worker.plan.memory_plan import plan_memory
 from worker.runner_builder import RunnerBuilder
 from worker.step.model_runner import ModelRunner
 
+pytestmark = pytest.mark.suite("long")
+
 ALONE = RankGroup()
 NUM_PAGES = 30
 BLOCK = 16
