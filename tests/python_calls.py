@@ -23,7 +23,7 @@ LIMITS: Final = {
     "worker on a CPU: a decode of 4 rows, layer by layer": 142,
     "worker on a GPU: a decode of 2 rows": 171,
     "front end: a completion": 1026,
-    "front end: a streamed completion": 1254,
+    "front end: a streamed completion": 1252,
     "front end: one more token of a stream": 56,
 }
 same_version = pytest.mark.skipif(

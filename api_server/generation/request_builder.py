@@ -434,7 +434,8 @@ def _prompt_texts(prompts: Sequence[Prompt], tokenizer: ModelTokenizer) -> list[
 
 def check_request(request: GenerationRequest) -> None:
     """Raise InvalidRequestError for fields that cannot be combined."""
-    require(request.stream_options is None or request.stream, "stream_options", "needs stream")
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options needs stream", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
     if request.stream_interval not in (None, 1) and not request.stream:
@@ -465,7 +466,8 @@ def check_thoughts(request: GenerationRequest, rule: ThinkingRule | None) -> Non
 
 def _check_unset(request: GenerationRequest, names: Sequence[str], other: str) -> None:
     for name in names:
-        require(not getattr(request, name), name, f"cannot be combined with {other}")
+        if getattr(request, name):
+            raise InvalidRequestError(f"{name} cannot be combined with {other}", name)
 
 
 _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
@@ -498,5 +500,7 @@ def check_beams(request: GenerationRequest) -> None:
             if name in given and getattr(request, name) not in neutral:
                 raise InvalidRequestError(f"{name} cannot be combined with use_beam_search", name)
         return
-    require(request.length_penalty == 1.0, "length_penalty", "needs use_beam_search")
-    require(request.early_stopping is False, "early_stopping", "needs use_beam_search")
+    if request.length_penalty != 1.0:
+        raise InvalidRequestError("length_penalty needs use_beam_search", "length_penalty")
+    if request.early_stopping is not False:
+        raise InvalidRequestError("early_stopping needs use_beam_search", "early_stopping")

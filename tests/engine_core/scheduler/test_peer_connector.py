@@ -403,7 +403,7 @@ def test_a_prompt_without_a_full_block_is_answered_without_blocks(pair):
     ],
 )
 def test_forged_block_ids_name_no_block_of_the_producer(pair, changes, salt):
-    """The keys are those of the consumer's own request, whatever ids its client gives."""
+    """The consumer computes the keys from its own request; ids from its client change none."""
     prefill, decode = pair
     _, params = prefilled(prefill)
     (request,) = decode.ask(TOKENS, {**params, **changes}, max_tokens=2, cache_salt=salt)

@@ -584,7 +584,7 @@ def test_what_is_no_greeting_ends_its_connection_alone(sides, first_bytes):
 
 
 def test_connections_without_a_greeting_end_soon(sides, monkeypatch):
-    """So they do not keep others out, of which there may be only a few at a time."""
+    """A producer takes few connections at a time, and silent ones leave room for others soon."""
     monkeypatch.setattr(producer, "_GREETING_SECONDS", 0.05)
     monkeypatch.setattr(producer, "_MAX_CONNECTIONS", 2)
     prefill, decode = sides(), sides()
@@ -630,6 +630,19 @@ def test_sockets_are_private(sides, folder, name):
         (path,) = folder.iterdir()
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_start_removes_the_sockets_of_killed_workers(sides, folder):
+    settings = transport("memory", folder)
+    living = sides(**settings)
+    (socket_of_living,) = folder.iterdir()
+    dead = folder / "dead.kv"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left_behind:
+        left_behind.bind(str(dead))
+    sides(**settings)
+    assert not dead.exists()
+    assert socket_of_living.exists()
+    assert living.address.worker_id in socket_of_living.name
 
 
 def test_ports_are_tried_from_the_first_one_on(sides):

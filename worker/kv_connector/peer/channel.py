@@ -3,9 +3,9 @@
     frame     | length, 4 bytes | message, msgpack | code of authentication, 32 bytes |
 
 The code is HMAC-SHA256 of the frame's number and its message, with a key of the connection and the
-direction that both ends derive from the shared secret and both nonces. So a frame cannot be forged,
-repeated or moved by whoever lacks the secret; nothing is encrypted, and blocks themselves have
-checksums against accidents only. The frames of the handshake have no code: `Welcome` has a proof,
+direction that both ends derive from the shared secret and both nonces. So a program without the
+secret cannot forge, repeat or move a frame. Nothing is encrypted, and blocks have only checksums,
+which find accidents. The frames of the handshake have no code: `Welcome` has a proof,
 and `Open` is the first frame with a code.
 
 `BlockTransport` is what differs between transports: TCP sends blocks after the message that names
@@ -42,6 +42,7 @@ from proto.messages.kv_peer import (
     ToProducer,
     Welcome,
 )
+from proto.settings.kv_peer import PeerSettings
 
 _LENGTH: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<Q")
@@ -310,6 +311,15 @@ class MemoryTransport(BlockTransport):
         self._memory.release()
         with contextlib.suppress(BufferError):  # a block is still read: it ends with its reader
             self._map.close()
+
+
+def open_transport(
+    settings: PeerSettings, channel: Channel, block_bytes: int, *, is_producer: bool
+) -> BlockTransport:
+    """Return this end's transport of a connection, of the kind that the settings name."""
+    if settings.transport == "memory":
+        return MemoryTransport(channel, block_bytes, is_producer=is_producer)
+    return TcpTransport(channel, block_bytes)
 
 
 def _split(batch: memoryview, size: int) -> Iterator[memoryview]:

@@ -29,13 +29,12 @@ from worker.kv_connector.peer.channel import (
     BlockTransport,
     Channel,
     ConnectionLostError,
-    MemoryTransport,
     PeerError,
-    TcpTransport,
     batch_blocks,
     check_user,
     greet_producer,
     open_as_consumer,
+    open_transport,
 )
 from worker.kv_connector.peer.producer import socket_path
 
@@ -174,7 +173,9 @@ class PeerFetcher:
                     channel.send(Fetch(load.source.request_id, load.tenant, keys, area % 2))
                     num_asked += 1
                 if transport is None:
-                    transport = self._transport(channel)
+                    transport = open_transport(
+                        self._settings, channel, self._layout.block_bytes, is_producer=False
+                    )
                 received = transport.receive(len(batch), index % 2)
                 for block, memory in zip(batch, received, strict=True):
                     self._copy_in(job, block, memory)
@@ -192,12 +193,6 @@ class PeerFetcher:
 
         if not job.access_cache(block, copy):
             raise PeerError("the load was ended")
-
-    def _transport(self, channel: Channel) -> BlockTransport:
-        size = self._layout.block_bytes
-        if self._settings.transport == "memory":
-            return MemoryTransport(channel, size, is_producer=False)
-        return TcpTransport(channel, size)
 
     # Heartbeats and ends
 

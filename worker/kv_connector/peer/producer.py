@@ -41,20 +41,19 @@ from worker.kv_connector.offload.block_image import BlockBytes
 from worker.kv_connector.peer.channel import (
     BlockTransport,
     Channel,
-    MemoryTransport,
     PeerError,
-    TcpTransport,
     batch_blocks,
     check_layout,
     check_user,
     greet_consumer,
     one_line,
+    open_transport,
 )
 
 logger = logging.getLogger("tokend.kv_peer")
 
 EXTENSION_SECONDS: Final = 20.0
-"""What a heartbeat leaves of a lease, at least."""
+"""A lease lasts at least this long after a heartbeat."""
 MAX_LEASE_SECONDS: Final = 900.0
 """After this long a lease ends in spite of heartbeats."""
 MAX_PORTS: Final = 64
@@ -216,11 +215,11 @@ class PeerServer:
         heartbeat: Callable[[], None],
     ) -> None:
         """Raises ConfigError if the address cannot be listened on."""
+        self._settings = settings
         self._secret = secret
         self._layout = layout
         self._leases = leases
         self._heartbeat = heartbeat
-        self._uses_memory = settings.transport == "memory"
         self._path: Path | None = None
         if settings.transport == "memory":
             self._path = socket_path(settings, worker_id)
@@ -291,7 +290,7 @@ class PeerServer:
         """Answer one consumer until the connection ends."""
         channel = Channel(connection, time.monotonic() + _GREETING_SECONDS)
         try:
-            if self._uses_memory:
+            if self._path is not None:
                 check_user(connection)
             else:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -320,7 +319,9 @@ class PeerServer:
                 channel.deadline = time.monotonic() + _FRAME_SECONDS
                 if isinstance(message, Fetch):
                     if transport is None:
-                        transport = self._transport(channel)
+                        transport = open_transport(
+                            self._settings, channel, self._layout.block_bytes, is_producer=True
+                        )
                     self._leases.copy_out(message, transport.batch_memory(message.area))
                     transport.send(len(message.keys), message.area)
                 else:
@@ -332,12 +333,6 @@ class PeerServer:
         finally:
             if transport is not None:
                 transport.close()
-
-    def _transport(self, channel: Channel) -> BlockTransport:
-        size = self._layout.block_bytes
-        if self._uses_memory:
-            return MemoryTransport(channel, size, is_producer=True)
-        return TcpTransport(channel, size)
 
     def _answer(self, channel: Channel, message: ToProducer) -> None:
         if isinstance(message, Heartbeat) and len(message.request_ids) <= MAX_WATCHED:
@@ -364,13 +359,29 @@ def _listen_locally(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        listener.bind(str(path))
-        os.chmod(path, 0o600)
+        _remove_dead_sockets(path.parent)
+        unready = path.with_suffix(".new")  # other workers remove a *.kv that does not listen
+        listener.bind(str(unready))
+        os.chmod(unready, 0o600)
         listener.listen()
+        unready.rename(path)
     except OSError as error:
         listener.close()
         raise config_key_error("socket_folder", f"{path}: {error.strerror or error}") from None
     return listener
+
+
+def _remove_dead_sockets(folder: Path) -> None:
+    """Remove the sockets of killed workers, on which no process listens."""
+    for path in folder.glob("*.kv"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.settimeout(0.0)  # a busy listener is no dead one
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue
 
 
 def _listen(settings: PeerSettings) -> socket.socket:
